@@ -111,20 +111,31 @@ class BusyClock:
 
 
 class Stopwatch:
-    """Seconds by phase, added up until ``take``. ``now`` is the clock, in seconds."""
+    """Seconds by phase, added up until ``take``. ``now`` is the clock, in seconds.
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    ``on_span`` is told of every span: its phase, and the unix times of its start and its end.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        on_span: Callable[[str, float, float], None] | None = None,
+    ) -> None:
         self._now = now
+        self._on_span = on_span
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
         """Add the body's wall time to ``phase``."""
-        start = self._now()
+        start, started = self._now(), time.time()
         try:
             yield
         finally:
-            self.add(phase, self._now() - start)
+            seconds = self._now() - start
+            self.add(phase, seconds)
+            if self._on_span is not None:
+                self._on_span(phase, started, started + seconds)
 
     def add(self, phase: str, seconds: float) -> None:
         """Add ``seconds`` to ``phase``."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hearth.losses.batch import RATIO_LOG_CAP, TokenBatch
-from hearth.losses.clipped import binding_fraction, token_ratio
-from hearth.losses.objective import Metrics, Objective, require_at_least
+from hearth.losses.clipped import binding_clip, clip_metrics, token_ratio
+from hearth.losses.objective import Clipping, Metrics, Objective, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class CISPO(Objective):
         clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
         return batch.zero_masked(-clipped * batch.advantages * batch.policy_logprobs)
 
+    def clipping(self, batch: TokenBatch) -> Clipping:
+        """Tokens whose weight is outside the bounds."""
+        ratio = token_ratio(batch, self.ratio_log_cap).detach()
+        return Clipping(ratio, (ratio < 1 - self.eps_low) | (ratio > 1 + self.eps_high))
+
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``cispo_clip_frac``, the share of weights outside the bounds, and the mean ratio."""
-        ratio = token_ratio(batch, self.ratio_log_cap).detach()
-        is_clipped = (ratio < 1 - self.eps_low) | (ratio > 1 + self.eps_high)
-        return {
-            "cispo_clip_frac": batch.active_mean(is_clipped.to(ratio.dtype)),
-            "ppo_ratio_mean": batch.active_mean(ratio),
-        }
+        return clip_metrics(batch, self.clipping(batch), "cispo_clip_frac")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class CISPOMask(CISPO):
         below = (ratio.detach() < 1 - self.eps_low) & (batch.advantages < 0)
         return batch.zero_masked(torch.where(above | below, 0.0, -ratio * batch.advantages))
 
+    def clipping(self, batch: TokenBatch) -> Clipping:
+        """Tokens that are masked."""
+        ratio = token_ratio(batch, self.ratio_log_cap).detach()
+        return binding_clip(batch, ratio, 1 - self.eps_low, 1 + self.eps_high)
+
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``cispo_mask_frac``, the share of masked tokens, and the mean ratio."""
-        ratio = token_ratio(batch, self.ratio_log_cap).detach()
-        low, high = 1 - self.eps_low, 1 + self.eps_high
-        return {
-            "cispo_mask_frac": binding_fraction(batch, ratio, low, high),
-            "ppo_ratio_mean": batch.active_mean(ratio),
-        }
+        return clip_metrics(batch, self.clipping(batch), "cispo_mask_frac")

@@ -10,7 +10,7 @@ from torch import Tensor
 from hearth.errors import ConfigError
 from hearth.losses.batch import RATIO_LOG_CAP, TokenBatch
 from hearth.losses.corrections import WithReference
-from hearth.losses.objective import Metrics, Objective, require_at_least
+from hearth.losses.objective import Clipping, Metrics, Objective, require_at_least
 
 
 def token_ratio(batch: TokenBatch, log_cap: float) -> Tensor:
@@ -41,11 +41,20 @@ def clipped_surrogate(
     return batch.zero_masked(loss)
 
 
-def binding_fraction(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> Tensor:
-    """Share of active tokens whose gradient the clip to [low, high] removes."""
+def binding_clip(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> Clipping:
+    """Which tokens lose their gradient by the clip to [low, high]."""
     above = (ratio > high) & (batch.advantages > 0)
     below = (ratio < low) & (batch.advantages < 0)
-    return batch.active_mean((above | below).to(ratio.dtype))
+    return Clipping(ratio, above | below)
+
+
+def clip_metrics(batch: TokenBatch, clipping: Clipping, name: str) -> Metrics:
+    """The share of clipped tokens as ``name``, and ``ppo_ratio_mean``."""
+    ratio = clipping.ratio
+    return {
+        name: batch.active_mean(clipping.is_clipped.to(ratio.dtype)),
+        "ppo_ratio_mean": batch.active_mean(ratio),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +90,14 @@ class GRPO(WithReference):
             batch, clip_low=self.eps_clip, clip_high=self.high, ratio_log_cap=self.ratio_log_cap
         )
 
+    def clipping(self, batch: TokenBatch) -> Clipping:
+        """Tokens whose gradient the clip removes."""
+        ratio = token_ratio(batch, self.ratio_log_cap).detach()
+        return binding_clip(batch, ratio, 1 - self.eps_clip, 1 + self.high)
+
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``ppo_clip_frac`` and ``ppo_ratio_mean``."""
-        ratio = token_ratio(batch, self.ratio_log_cap).detach()
-        return {
-            "ppo_clip_frac": binding_fraction(batch, ratio, 1 - self.eps_clip, 1 + self.high),
-            "ppo_ratio_mean": batch.active_mean(ratio),
-        }
+        return clip_metrics(batch, self.clipping(batch), "ppo_clip_frac")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +133,11 @@ class DAPO(Objective):
             ratio_log_cap=self.ratio_log_cap,
         )
 
+    def clipping(self, batch: TokenBatch) -> Clipping:
+        """Tokens whose gradient the clip removes; the dual clip is not counted."""
+        ratio = token_ratio(batch, self.ratio_log_cap).detach()
+        return binding_clip(batch, ratio, 1 - self.eps_clip, 1 + self.eps_clip_high)
+
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``dapo_clip_frac`` and ``ppo_ratio_mean``."""
-        ratio = token_ratio(batch, self.ratio_log_cap).detach()
-        low, high = 1 - self.eps_clip, 1 + self.eps_clip_high
-        return {
-            "dapo_clip_frac": binding_fraction(batch, ratio, low, high),
-            "ppo_ratio_mean": batch.active_mean(ratio),
-        }
+        return clip_metrics(batch, self.clipping(batch), "dapo_clip_frac")

@@ -17,6 +17,16 @@ Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Clipping:
+    """What a clip does to each token; without gradient, meaningful where the mask is not 0."""
+
+    ratio: Tensor
+    """The ratio that the objective uses [T]."""
+    is_clipped: Tensor
+    """Where the clip is active [T]; bool."""
+
+
+@dataclass(frozen=True)
 class Objective(ABC):
     """A frozen set of options with the loss they describe. Subclasses are frozen dataclasses."""
 
@@ -41,6 +51,10 @@ class Objective(ABC):
 
     def penalty(self, batch: TokenBatch) -> Tensor | None:
         """KL penalty per token [T], or None when the objective has none."""
+        return None
+
+    def clipping(self, batch: TokenBatch) -> Clipping | None:
+        """The ratio and where the objective's clip is active; None for one without a ratio."""
         return None
 
     def metrics(self, batch: TokenBatch) -> Metrics:

@@ -15,7 +15,7 @@ from hearth.errors import ConfigError
 from hearth.losses.batch import RATIO_LOG_CAP, TokenBatch
 from hearth.losses.clipped import token_ratio
 from hearth.losses.corrections import WithReference
-from hearth.losses.objective import Metrics, Objective, require_at_least
+from hearth.losses.objective import Clipping, Metrics, Objective, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,20 @@ class ImportanceSampling(Objective):
             ratio = ratio.clamp(self.ratio_min, self.ratio_max)
         return batch.zero_masked(-ratio * batch.advantages)
 
+    def clipping(self, batch: TokenBatch) -> Clipping:
+        """The ratio before its bounds, and where one of them holds it."""
+        ratio = token_ratio(batch, self.ratio_log_cap).detach()
+        if self.ratio_min is None and self.ratio_max is None:
+            return Clipping(ratio, torch.zeros_like(ratio, dtype=torch.bool))
+        return Clipping(ratio, ratio != ratio.clamp(self.ratio_min, self.ratio_max))
+
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``is_ratio_mean``, and ``is_clip_frac`` when a bound is set."""
-        ratio = token_ratio(batch, self.ratio_log_cap).detach()
-        metrics = {"is_ratio_mean": batch.active_mean(ratio)}
+        clipping = self.clipping(batch)
+        metrics = {"is_ratio_mean": batch.active_mean(clipping.ratio)}
         if self.ratio_min is not None or self.ratio_max is not None:
-            is_clipped = ratio != ratio.clamp(self.ratio_min, self.ratio_max)
-            metrics["is_clip_frac"] = batch.active_mean(is_clipped.to(ratio.dtype))
+            is_clipped = clipping.is_clipped.to(clipping.ratio.dtype)
+            metrics["is_clip_frac"] = batch.active_mean(is_clipped)
         return metrics
 
 
@@ -95,6 +102,13 @@ class Reinforce(WithReference):
         ratio = self._behavior_ratio(batch)
         score = batch.policy_logprobs if ratio is None else ratio
         return batch.zero_masked(-score * batch.advantages)
+
+    def clipping(self, batch: TokenBatch) -> Clipping | None:
+        """The ratio to the behavior policy when that is known; nothing clips it."""
+        ratio = self._behavior_ratio(batch)
+        if ratio is None:
+            return None
+        return Clipping(ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
 
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``is_ratio_mean``, the ratio to the behavior policy when that is known."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hearth.losses.batch import TokenBatch
-from hearth.losses.clipped import binding_fraction
-from hearth.losses.objective import Metrics, Objective, require_at_least
+from hearth.losses.clipped import binding_clip, clip_metrics
+from hearth.losses.objective import Clipping, Metrics, Objective, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class GSPO(Objective):
         loss = torch.maximum(-ratio * batch.advantages, -clipped * batch.advantages)
         return batch.zero_masked(loss)
 
+    def clipping(self, batch: TokenBatch) -> Clipping:
+        """The sequence ratio at each token, and where the clip removes the gradient."""
+        ratio = self._sequence_ratio(batch).detach()
+        return binding_clip(batch, ratio, 1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+
     def metrics(self, batch: TokenBatch) -> Metrics:
         """``gspo_clip_frac`` and ``ppo_ratio_mean``, of the sequence ratio."""
-        ratio = self._sequence_ratio(batch).detach()
-        low, high = 1 - self.clip_ratio_low, 1 + self.clip_ratio_high
-        return {
-            "gspo_clip_frac": binding_fraction(batch, ratio, low, high),
-            "ppo_ratio_mean": batch.active_mean(ratio),
-        }
+        return clip_metrics(batch, self.clipping(batch), "gspo_clip_frac")
 
     def _sequence_ratio(self, batch: TokenBatch) -> Tensor:
         """The sample's ratio s = ``exp(mean(policy - old))`` at each of its tokens [T].

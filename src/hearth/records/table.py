@@ -22,7 +22,7 @@ SCHEMA_VERSION = "1"
 SCHEMA_KEY = "hearth.schema"
 RUN_KEY = "hearth.run"
 
-GROUP_BYTES = 4 * 2**20
+GROUP_BYTES = 2**20
 """About as many bytes of samples are read to show one of them."""
 
 _INTEGERS = pa.list_(pa.field("element", pa.int32()))
@@ -69,6 +69,7 @@ SCHEMA = pa.schema(
         ("metadata", pa.string()),
         ("length", pa.int32()),
         ("mean_logprob", pa.float32()),
+        ("version", pa.int32()),
     ]
 )
 """The columns of samples; docs/samples.md says what they mean."""
@@ -151,16 +152,16 @@ def _make_lists(values: Sequence[Any], kind: pa.ListType) -> pa.Array:
     )
 
 
-def write_samples(path: Path, tables: Iterable[pa.Table], run: str) -> int:
+def write_samples(path: Path, tables: Iterable[pa.Table], run: str, *, durable: bool = True) -> int:
     """Write a file of samples, whole or not at all; returns its size in bytes.
 
     ``tables`` have the columns of ``SCHEMA``; what is small is put together, so that a file can be
-    searched without reading all of it.
+    searched without reading all of it. ``durable`` makes it outlast a power cut too.
 
     Raises:
         StorageError: the disk refused; an older file of the name stays.
     """
-    with _replace(path) as draft, _open_writer(draft, SCHEMA) as writer:
+    with _replace(path, durable=durable) as draft, _open_writer(draft, SCHEMA) as writer:
         writer.add_key_value_metadata({SCHEMA_KEY: SCHEMA_VERSION, RUN_KEY: run})
         for table in gather_tables(tables, GROUP_BYTES):
             writer.write_table(table.cast(SCHEMA), row_group_size=max(1, len(table)))
@@ -206,14 +207,16 @@ def write_vocabulary(path: Path, tokens: list[bytes | None], special: set[int], 
 
 
 @contextlib.contextmanager
-def _replace(path: Path) -> Iterator[Path]:
+def _replace(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Where to write what takes the place of ``path`` at the end of the ``with``."""
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     with explain_refusals(path):
         try:
             yield draft
-            fsync(draft)
+            if durable:
+                fsync(draft)
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-        fsync(path.parent)
+        if durable:
+            fsync(path.parent)

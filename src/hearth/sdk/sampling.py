@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -57,6 +58,13 @@ class SampledCompletion:
     versions: list[list[int]] = field(default_factory=list)
     perf_metrics: Mapping[str, str] = field(default_factory=dict)
     routing_matrices: list[str] | None = None
+    seed: int | None = None
+    """What the request was sent with: with the same prompt, weights and options it samples the same
+    completion again."""
+    started: float = field(default=0.0, compare=False)
+    """Unix time at which the request was sent."""
+    sample_s: float = field(default=0.0, compare=False)
+    """Seconds until its answer was there."""
 
     @property
     def completion_len(self) -> int:
@@ -227,7 +235,13 @@ class DeploymentSampler:
     ) -> list[SampledCompletion]:
         async def sample(body: Mapping[str, Any]) -> SampledCompletion:
             sampling = SamplingRequest(target, _PATH, CompletionResponse)
-            return parse_completion(await sampling.run(orjson.dumps(body)), request)
+            completion = parse_completion(await sampling.run(orjson.dumps(body)), request)
+            return replace(
+                completion,
+                seed=body.get("seed"),
+                started=sampling.sent_at,
+                sample_s=time.time() - sampling.sent_at,
+            )
 
         tasks = [asyncio.ensure_future(sample(body)) for body in bodies]
         try:

@@ -67,6 +67,8 @@ class SamplingRequest(Generic[CompletionT]):
         self._attempt = 1
         self._booting_since_s: float | None = None
         self._has_checked_existence = False
+        self.sent_at = time.time()
+        """Unix time at which the last attempt was let in."""
 
     async def run(self, body: bytes) -> CompletionT:
         """The completion.
@@ -120,6 +122,7 @@ class SamplingRequest(Generic[CompletionT]):
         target = self._target
         outcome: RequestOutcome | None = None
         await target.controller.acquire()
+        self.sent_at = time.time()
         try:
             headers = {"x-request-id": self._request_id, "fireworks-deployment": target.model}
             request = HttpRequest(

@@ -7,6 +7,7 @@ from one nobody gave even when they are equal; ``agreed`` picks the given one an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -289,6 +290,25 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def read_share(record_samples: str) -> float:
+    """The share of the rows that ``record_samples`` asks for, in [0, 1].
+
+    Raises:
+        ConfigError: it is neither all, none nor sampled:SHARE.
+    """
+    fixed = {"all": 1.0, "none": 0.0}
+    if record_samples in fixed:
+        return fixed[record_samples]
+    kind, _, share = record_samples.partition(":")
+    with contextlib.suppress(ValueError):
+        if kind == "sampled" and 0 < float(share) <= 1:
+            return float(share)
+    raise ConfigError(
+        f"record_samples must be all, none or sampled:SHARE with 0 < SHARE <= 1, got "
+        f"{record_samples!r}: sampled:0.1 records one row in ten"
+    )
 
 
 def merge_sync(

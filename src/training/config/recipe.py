@@ -27,6 +27,7 @@ from training.config.parts import (
     is_given,
     merge_infra,
     merge_sync,
+    read_share,
 )
 
 GSM8K_SAMPLE = (
@@ -171,6 +172,12 @@ class RecipeConfig:
     most answers are right; None never ends it. 50 are more than chance explains where a step has
     some groups; take more for one group per step on rows that are hardly ever solved."""
 
+    record_samples: str = "all"
+    """What is recorded of what is sampled, in log_path/samples: all, none, or sampled:SHARE for a
+    share of the rows with all their completions, as sampled:0.1 (docs/samples.md)."""
+    record_max_gb: float = 20.0
+    """Gigabytes of recorded samples at which recording stops; the run goes on."""
+
     parity_threshold: float = 0.2
     """Nats by which sampler and trainer may differ on 95 % of the tokens that the trainer's own
     weights sampled; beyond that it is said. 0.2 is how far PPO's usual clip reaches."""
@@ -206,6 +213,15 @@ class RecipeConfig:
         resume: object = self.resume
         if isinstance(resume, str):
             self.resume = ResumeConfig(mode=cast(ResumeMode, resume))
+
+    @property
+    def record_share(self) -> float:
+        """The share of the rows whose samples are recorded.
+
+        Raises:
+            ConfigError: ``record_samples`` says none.
+        """
+        return read_share(self.record_samples)
 
     @property
     def sync(self) -> SyncSettings:

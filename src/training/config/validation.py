@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from training.config.objective import objective_options, tis_options
-from training.config.parts import Tracker
+from training.config.parts import Tracker, read_share
 from training.config.recipe import RecipeConfig
 from training.config.single_turn import SingleTurnConfig
 
@@ -195,6 +195,10 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
     )
     if config.eval_every < 0:
         yield f"eval_every must be >= 0, got {config.eval_every}"
+    try:
+        read_share(config.record_samples)
+    except ConfigError as error:
+        yield str(error)
     if config.no_signal_patience is not None and config.no_signal_patience < 1:
         yield f"no_signal_patience must be >= 1 or None, got {config.no_signal_patience}"
     if config.lora_rank < 0:
@@ -204,7 +208,7 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
 
 
 def _number_problems(config: RecipeConfig) -> Iterator[str]:
-    for name in ("learning_rate", "temperature", "eps", "parity_threshold"):
+    for name in ("learning_rate", "temperature", "eps", "parity_threshold", "record_max_gb"):
         value: float = getattr(config, name)
         if not (math.isfinite(value) and value > 0):
             yield f"{name} must be > 0, got {value}"

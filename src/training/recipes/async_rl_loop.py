@@ -182,7 +182,7 @@ async def train_step(loop: AsyncLoop) -> bool:
     """One step on the next groups, and its weight sync; False when no rows are left for one."""
     config, run = loop.config, loop.run
     update = PolicyUpdate(
-        config, loop.infra, run.clock, run.kl, loop.trained_version, loop.probe.before_step
+        config, loop.infra, run.clock, run.kl, loop.trained_version, loop.before_step
     )
     taken: list[TakenGroup] = []
     while piece := await loop.next_piece(is_first=not taken):

@@ -132,7 +132,9 @@ async def sample_group(loop: Loop[Config], reward_fn: AnyReward, row: IndexedRow
 async def train_step(loop: Loop[Config], window: SampledWindow) -> bool:
     """One optimizer step on the window's next groups, as they arrive; False when none are left."""
     config, run = loop.config, loop.run
-    update = PolicyUpdate(config, loop.infra, run.clock, run.kl, run.comparable_version)
+    update = PolicyUpdate(
+        config, loop.infra, run.clock, run.kl, run.comparable_version, loop.before_step
+    )
     trained_version = run.version + run.steps_since_sync
     while groups := await window.next_piece():
         with run.busy.train():

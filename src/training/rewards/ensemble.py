@@ -45,6 +45,7 @@ class RewardEnsemble(ScoringReward):
                     "blocking, and wait for the whole with guarded(ensemble, timeout_s=...)"
                 )
         self.members = tuple(members)
+        self._names = _name_members(members)
         self.combine: Combine = combine
 
     def score(self, completion: str, row: Mapping[str, Any]) -> Score:
@@ -60,7 +61,16 @@ class RewardEnsemble(ScoringReward):
             _COMBINED[self.combine](rewards),
             population_std(rewards),
             all(found_answers) if found_answers else None,
+            parts=dict(zip(self._names, rewards, strict=True)),
         )
+
+
+def _name_members(members: Sequence[PlainReward]) -> list[str]:
+    """What each member is called; those of one name are numbered."""
+    names = [getattr(member, "__name__", type(member).__name__) for member in members]
+    return [
+        name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)
+    ]
 
 
 def _call_member(member: PlainReward, completion: str, row: Mapping[str, Any]) -> Score:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -21,6 +21,11 @@ class Score:
     parsed: bool | None = None
     """Whether the reward found what it looks for, such as a marked answer; None where it does not
     say."""
+    parts: Mapping[str, float] | None = field(default=None, compare=False)
+    """What the reward is made of, by name, for who reads the samples; None where it is of one
+    piece. Names and numbers are the function's own."""
+    seconds: float | None = field(default=None, compare=False)
+    """How long the call took; filled in by the recipe."""
 
 
 RewardFunction = Callable[[str, Mapping[str, Any]], float | Score | Awaitable[float | Score]]
@@ -44,6 +49,8 @@ class Unscored:
     """A completion whose reward failed: it has none, and is not trained on."""
 
     error: Exception
+    seconds: float | None = field(default=None, compare=False)
+    """How long the call took; filled in by the recipe."""
 
 
 def as_score(outcome: Any) -> Score:

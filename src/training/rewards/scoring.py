@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hearth.errors import ConfigError
@@ -29,13 +31,29 @@ async def scored(
     Raises:
         Exception: what an unguarded function raised.
     """
-    outcomes = [call_reward(reward_fn, completion, row) for completion in completions]
-    waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+    calls = [_begin_call(reward_fn, completion, row) for completion in completions]
+    waiting = [place for place, (outcome, _) in enumerate(calls) if inspect.isawaitable(outcome)]
     if waiting:
-        results = await gather_or_cancel([outcomes[place] for place in waiting])
+        results = await gather_or_cancel([_time_call(*calls[place]) for place in waiting])
         for place, result in zip(waiting, results, strict=True):
-            outcomes[place] = result
-    return [outcome if isinstance(outcome, Unscored) else as_score(outcome) for outcome in outcomes]
+            calls[place] = result
+    return [_as_timed_score(outcome, seconds) for outcome, seconds in calls]
+
+
+def _begin_call(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> tuple[Any, float]:
+    """What a call returned, and its seconds."""
+    began = time.perf_counter()
+    return call_reward(reward_fn, completion, row), time.perf_counter() - began
+
+
+async def _time_call(outcome: Awaitable[T], seconds: float) -> tuple[T, float]:
+    began = time.perf_counter()
+    return await outcome, seconds + time.perf_counter() - began
+
+
+def _as_timed_score(outcome: Any, seconds: float) -> Score | Unscored:
+    known = outcome if isinstance(outcome, Unscored) else as_score(outcome)
+    return replace(known, seconds=seconds)
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:

@@ -56,6 +56,7 @@ class AgentSession:
                 versions=chain.versions,
                 routing_matrices=chain.routing_matrices and chain.routing_matrices[1:],
                 parsed=parsed,
+                seeds=list(chain.seeds),
             )
             for chain in self._captured.chains()
         ]

@@ -219,8 +219,9 @@ class RolloutQueue:
         self._late_since = None
         for index in self.gate.late_rows():
             running = self._running.pop(index)
+            # While its finished rollouts can still be asked for.
+            self._links.note(RowOutcome(running.submission.row, dropped="stale"))
             running.task.cancel()
             self._given_up.add(running.task)
             running.task.add_done_callback(self._given_up.discard)
             self.gate.drop(index)
-            self._links.note(RowOutcome(running.submission.row, dropped="stale"))

@@ -11,8 +11,9 @@ import contextlib
 import copy
 import inspect
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hearth.errors import ConfigError
@@ -23,6 +24,7 @@ from training.rewards.scoring import gather_or_cancel
 from training.rollouts.failures import CircuitBreaker, RetryLimits, is_recoverable, with_retries
 from training.rollouts.sampler import RolloutContext, current_rollout
 from training.rollouts.thread import describe_place
+from training.samples.drawn import Drawn, drawn_failure, drawn_run
 from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
 from training.samples.rollout import (
     OPTIONAL_ARGUMENTS,
@@ -66,6 +68,8 @@ class RowTrajectories:
     runs: list[RolloutRun]
     failed: int
     """Rollouts that failed or returned nothing."""
+    drawn: Sequence[Drawn] = ()
+    """All that was sampled, and why there is not more."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class _RolloutReturn:
     runs: list[RolloutRun]
     row_meta: dict[str, Any] | None = None
     error: Exception | None = None
+    drawn: Sequence[Drawn] = ()
 
 
 GroupMaker = Callable[[Submission, list[RolloutRun], dict[str, Any] | None], PromptGroup]
@@ -107,8 +112,8 @@ class Rollouts:
         self._accepts = accepts
         self._credit = credit
         self.breaker = CircuitBreaker()
-        self.lengths: dict[int, list[int]] = {}
-        """Sampled tokens of each finished rollout, for each row that is running."""
+        self.drawn: dict[int, list[Drawn]] = {}
+        """The trajectories of each finished rollout, for each row that is running."""
         self._calls: dict[asyncio.Task[Any], str] = {}
 
     async def run_row(self, submitted: Submission) -> RowOutcome:
@@ -126,6 +131,7 @@ class Rollouts:
         return RowTrajectories(
             [run for sample in returns for run in sample.runs],
             failed=sum(not sample.runs for sample in returns),
+            drawn=[drawn for sample in returns for drawn in sample.drawn],
         )
 
     def places(self, limit: int) -> list[str]:
@@ -138,26 +144,26 @@ class Rollouts:
 
     async def _run_rollouts(self, submitted: Submission) -> list[_RolloutReturn]:
         index = submitted.row.index
-        self.lengths[index] = []
+        self.drawn[index] = []
         samples = range(self._config.completions_per_prompt)
         try:
             return await gather_or_cancel(
                 [self._run_rollout(submitted, sample) for sample in samples]
             )
         finally:
-            self.lengths.pop(index, None)
+            self.drawn.pop(index, None)
 
     async def _run_rollout(self, submitted: Submission, sample: int) -> _RolloutReturn:
-        where = f"{submitted.place}, sample {sample}"
+        where, began = f"{submitted.place}, sample {sample}", time.time()
         try:
             returns = await self._retry(lambda: self._call(submitted, sample, where), where)
         except Exception as error:
             if not is_recoverable(error):
                 raise
-            return _RolloutReturn([], error=error)
+            return _RolloutReturn([], error=error, drawn=[drawn_failure(error, began)])
         if returns.runs:
             self.breaker.record_success()
-            self.lengths[submitted.row.index].append(_length(returns.runs))
+            self.drawn[submitted.row.index].extend(returns.drawn)
         return returns
 
     @contextlib.contextmanager
@@ -179,6 +185,7 @@ class Rollouts:
             submitted.is_trained,
         )
         current_rollout.set(context)
+        began = time.time()
         # The user may write into its row; the next rollout must not see that.
         pending = self._fn(copy.deepcopy(row.row), **self._select_arguments(row, sample))
         if not inspect.isawaitable(pending):
@@ -190,7 +197,13 @@ class Rollouts:
         runs = collect_runs(returned, where)
         context.fill_versions(runs)
         context.fill_routing(runs)
-        return _RolloutReturn(runs, returned.row_meta if isinstance(returned, Rollout) else None)
+        context.fill_seeds(runs)
+        return _RolloutReturn(
+            runs,
+            returned.row_meta if isinstance(returned, Rollout) else None,
+            drawn=[drawn_run(run, began, context.seen) for run in runs]
+            or [Drawn(fate="failed", reason="its rollout returned nothing", started=began)],
+        )
 
     def _select_arguments(self, row: IndexedRow, sample: int) -> dict[str, Any]:
         if not self._declared:
@@ -238,13 +251,14 @@ class Rollouts:
         errors = [sample.error for sample in returns if sample.error is not None]
         trained = [run for run in runs if self._is_trained(run)]
         kept = sum(any(map(self._is_trained, sample.runs)) for sample in returns)
+        metas = [sample.row_meta for sample in returns if sample.row_meta is not None]
+        row_meta = metas[0] if metas else None
         group, reason = None, None
         if kept < self._config.min_group_size or len(trained) < 2:
             reason = "failed" if errors else "too_few"
         else:
-            metas = [sample.row_meta for sample in returns if sample.row_meta is not None]
             assert self._make_group is not None, "rollouts that are trained make groups"
-            group = self._make_group(submitted, trained, metas[0] if metas else None)
+            group = self._make_group(submitted, trained, row_meta)
             group, reason = await self._credit_and_filter(group, errors)
         return RowOutcome(
             submitted.row,
@@ -258,7 +272,15 @@ class Rollouts:
             empty_samples=sum(not sample.runs and sample.error is None for sample in returns),
             example=_example(runs) if runs else None,
             parsed=[run.parsed for run in runs if run.parsed is not None],
+            drawn=[self._judge(drawn) for sample in returns for drawn in sample.drawn],
+            row_meta=row_meta,
         )
+
+    def _judge(self, drawn: Drawn) -> Drawn:
+        is_cut = bool(drawn.segments) and drawn.segments[-1].finish_reason == "length"
+        if is_cut and self._config.truncated_completions == "drop":
+            return replace(drawn, fate="truncated", reason="cut at max_completion_tokens")
+        return drawn
 
     def _is_trained(self, run: RolloutRun) -> bool:
         return self._config.truncated_completions == "score" or not _is_truncated(run)
@@ -342,7 +364,3 @@ def _example(runs: Sequence[RolloutRun]) -> ExampleAnswer:
     last = run.segments[-1]
     tokens = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
     return ExampleAnswer(last.text, tokens, run.reward, last.finish_reason, run.parsed)
-
-
-def _length(runs: list[RolloutRun]) -> int:
-    return sum(segment.completion_len for run in runs for segment in run.segments)

@@ -62,6 +62,17 @@ class RolloutContext:
             else:
                 sample.versions = [[self.weight_version, sample.completion_len]]
 
+    def fill_seeds(self, runs: Sequence[RolloutRun]) -> None:
+        """Fill in the seeds of samples that do not name them: of the completions in them."""
+        for sample in (segment for run in runs for segment in run.segments):
+            if sample.seeds is None:
+                sample.seeds = [
+                    completion.seed
+                    for completion in self.seen
+                    if completion.seed is not None
+                    and sample.tokens[: len(completion.full_tokens)] == completion.full_tokens
+                ]
+
     def fill_routing(self, runs: Sequence[RolloutRun]) -> None:
         """Fill in the experts of samples that do not name them."""
         for sample in (segment for run in runs for segment in run.segments):

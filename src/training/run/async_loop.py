@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hearth.errors import HearthError
 from training.config.async_recipe import AsyncConfig
@@ -66,9 +66,15 @@ class AsyncLoop(Loop[AsyncConfig]):
         self.run.start_step()
         if self.config.sync.before_training or self.run.must_publish(self.infra):
             with self.run.clock.span(WEIGHT_UPDATE):
-                self.run.version = await self.publisher.publish(f"step-{self.run.step:05d}")
+                version = await self.publisher.publish(f"step-{self.run.step:05d}")
+            self.run.note_version(version, self.run.step)
         if self.evaluation is not None:
             self.evaluation.begin_if_due(self.run.step, always=True)
+
+    def before_step(self, update: PolicyUpdate) -> None:
+        """To be called right before an optimizer step is asked for."""
+        self.probe.before_step()
+        super().before_step(update)
 
     async def next_piece(self, *, is_first: bool) -> list[TakenGroup]:
         """The groups that are due for forward and backward; empty when the step has all of its."""
@@ -88,7 +94,7 @@ class AsyncLoop(Loop[AsyncConfig]):
         with run.clock.span(WEIGHT_UPDATE):
             await self.finish_weight_sync()
             self.queue.gate.end_batch()
-            with run.busy.train():
+            with run.busy.train(), run.timeline.span("sync", "save"):
                 identity = await self.publisher.save(f"step-{run.step:05d}")
             self.publishing = asyncio.create_task(self._serve(identity, taken, run.step))
             if not self.config.overlaps or self.is_save_due():
@@ -103,7 +109,9 @@ class AsyncLoop(Loop[AsyncConfig]):
     async def _serve(self, identity: str, taken: Sequence[TakenGroup], step: int) -> None:
         """Have a step's snapshot served; then its rows are done, and there is room for new ones."""
         try:
-            self.run.version = await self.publisher.serve(identity)
+            with self.run.timeline.span("sync", "weight_sync"):
+                version = await self.publisher.serve(identity)
+            self.run.note_version(version, step)
         except Exception as error:
             self.queue.fail(error)
             raise
@@ -225,7 +233,11 @@ def count_outcome(run: Run, outcome: RowOutcome, rollouts: Rollouts) -> None:
         NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
     """
     if outcome.dropped == "stale":
-        run.stats.stale_lengths.extend(rollouts.lengths.get(outcome.row.index, []))
+        finished = list(rollouts.drawn.get(outcome.row.index, ()))
+        run.stats.stale_lengths.extend(
+            sum(segment.completion_len for segment in drawn.segments) for drawn in finished
+        )
+        outcome = replace(outcome, drawn=finished)
     if outcome.group is None and outcome.dropped != "filtered":
         reason = outcome.error or "no error"
         logger.warning("row %d is dropped (%s): %s", outcome.row.index, outcome.dropped, reason)

@@ -122,7 +122,11 @@ class BackgroundEvaluation:
             for place, (row, trajectories) in enumerate(zip(rows, sampled, strict=True))
             for run in trajectories.runs
         ]
-        return EvalResult(samples, failed_samples=sum(row.failed for row in sampled))
+        return EvalResult(
+            samples,
+            failed_samples=sum(row.failed for row in sampled),
+            drawn=[row.drawn for row in sampled],
+        )
 
 
 def trajectory_judged(row: Row, place: int, run: RolloutRun) -> EvalSample:

@@ -7,8 +7,9 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+from hearth.telemetry import Stopwatch
 from training.config.objective import objective_options
 from training.config.parts import plain_config
 from training.config.recipe import RecipeConfig
@@ -18,7 +19,12 @@ from training.platform.run_infra import RunInfra, check_platform, load_tokenizer
 from training.rollouts.router_replay import warn_dense_policy
 from training.rollouts.single_turn import check_prompt
 from training.run.checkpoints import choose_checkpoint, read_manifest
-from training.run.continuation import check_continuation, describe_training, write_trained_on
+from training.run.continuation import (
+    check_continuation,
+    describe_training,
+    find_changed,
+    write_trained_on,
+)
 from training.run.log_path import (
     has_results,
     hold_log_path,
@@ -27,7 +33,10 @@ from training.run.log_path import (
     write_config,
 )
 from training.run.metrics import Display, MetricsLog
+from training.run.recorder import Recorder, RecordLimits, go_on_with_samples, set_samples_aside
 from training.run.state import Run, check_start
+from training.run.timeline import Timeline
+from training.run.token_bytes import read_tokens
 from training.run.trackers import check_trackers, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -78,6 +87,12 @@ def begin_run(
         resumed_step = resumed.step if resumed is not None else None
         with (
             open_trackers(config, log_path, resumed_step) as trackers,
+            Timeline.open(
+                log_path,
+                is_resumed=resumed is not None,
+                recipe=name_recipe(config),
+                changed=find_changed(config),
+            ) as timeline,
             provision(
                 config,
                 tokenizer,
@@ -87,11 +102,50 @@ def begin_run(
             ) as infra,
             MetricsLog.open(log_path, trackers, resumed_step) as log,
         ):
-            run = Run(log_path, log, display, rows, eval_rows, started, checkpoints=checkpoints)
+            run = Run(
+                log_path,
+                log,
+                display,
+                rows,
+                eval_rows,
+                started,
+                checkpoints=checkpoints,
+                clock=Stopwatch(on_span=timeline.see_phase),
+                timeline=timeline,
+            )
             run.begin(config, infra, resumed)
             warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
-            with _rare_collections():
+            with record_samples(config, run, tokenizer), _rare_collections():
                 yield infra, run
+
+
+@contextlib.contextmanager
+def record_samples(config: RecipeConfig, run: Run, tokenizer: Any) -> Iterator[None]:
+    """Have a run record its samples, behind those of what it goes on from."""
+
+    def say(line: str) -> None:
+        run.display.note(line)
+        run.timeline.event("recording", line)
+
+    limits = RecordLimits(config.record_share, config.seed, config.record_max_gb * 1e9)
+    if run.cursor.count or run.step:
+        aside = go_on_with_samples(run.log_path, run.step, run.cursor)
+    else:
+        aside = set_samples_aside(run.log_path)
+    if aside is not None:
+        say(f"samples that are sampled again were moved to {aside}")
+    run.timeline.begin_step(run.step + 1, run.version)
+    opening = Recorder.open(
+        run.log_path, run.timeline.run, limits, lambda: read_tokens(tokenizer), say
+    )
+    with opening as run.recorder:
+        run.recorder.step = run.step
+        yield
+
+
+def name_recipe(config: RecipeConfig) -> str:
+    """The recipe that a config belongs to: its module's name."""
+    return type(config).__module__.rsplit(".", 1)[-1]
 
 
 def warn_unbounded_ratio(config: RecipeConfig) -> None:

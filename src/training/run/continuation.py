@@ -28,7 +28,7 @@ TRAINED_ON = "trained_on.json"
 _FREE_NAMES = """
     log_path dataset max_rows wandb report_to resume output_model_id merge_adapter cleanup_on_exit
     eval_dataset eval_every eval_rows eval_samples_per_prompt no_signal_patience
-    parity_threshold parity_stops parity_probe_tokens
+    parity_threshold parity_stops parity_probe_tokens record_samples record_max_gb
 
     placement snapshot_store trainer infra deployment
     min_samples_per_fwd_bwd max_samples_per_fwd_bwd scoring_batch
@@ -157,6 +157,17 @@ def _default_settings(config: RecipeConfig) -> dict[str, Any]:
             value = setting.default_factory()
             defaults[setting.name] = plain_config(value) if is_dataclass(value) else value
     return dict(flatten(defaults))
+
+
+def find_changed(config: RecipeConfig) -> dict[str, list[Any]]:
+    """The settings that are not the recipe's defaults, as ``{"dapo.eps_clip": [0.2, 0.3]}``."""
+    defaults = _default_settings(config)
+    settings = dict(flatten(plain_config(config)))
+    return {
+        name: [defaults.get(name), value]
+        for name, value in settings.items()
+        if value != defaults.get(name)
+    }
 
 
 def _differences(

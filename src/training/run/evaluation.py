@@ -17,7 +17,9 @@ from training.rewards.scoring import AnyReward, gather_or_cancel, scored
 from training.rollouts.failures import RetryLimits, with_retries
 from training.rollouts.sampler import get_versions
 from training.run.pass_at_k import pass_rates
+from training.samples.drawn import Drawn
 from training.samples.reward_metrics import CORRECT, parse_metrics
+from training.samples.scoring import drawn_completion
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class EvalResult:
     """Answers left out, since their reward function failed."""
     failed_samples: int = 0
     """Samples left out, since they failed or gave nothing."""
+    drawn: Sequence[Sequence[Drawn]] = ()
+    """All that was sampled for each row, those without a reward too."""
 
     @property
     def accuracy(self) -> float:
@@ -145,22 +149,25 @@ async def evaluate(
             ),
         )
 
-    async def judge(place: int, row: Row) -> list[EvalSample | None]:
+    async def judge(place: int, row: Row) -> tuple[list[EvalSample], list[Drawn]]:
         try:
             completions = await sample(place, row)
             scores = await scored(reward_fn, [completion.text for completion in completions], row)
         except Exception as error:
             error.add_note(f"in the evaluation of held-out row {place}")
             raise
-        return [
-            completion_judged(row, place, completion, score) if isinstance(score, Score) else None
-            for completion, score in zip(completions, scores, strict=True)
+        pairs = list(zip(completions, scores, strict=True))
+        judged = [
+            completion_judged(row, place, completion, score)
+            for completion, score in pairs
+            if isinstance(score, Score)
         ]
+        return judged, [drawn_completion(completion, score) for completion, score in pairs]
 
     parts = await gather_or_cancel([judge(place, row) for place, row in enumerate(rows)])
-    judged = [sample for part in parts for sample in part]
-    samples = [sample for sample in judged if sample is not None]
-    return EvalResult(samples, failed_rewards=len(judged) - len(samples))
+    samples = [sample for judged, _ in parts for sample in judged]
+    drawn = [of_row for _, of_row in parts]
+    return EvalResult(samples, sum(map(len, drawn)) - len(samples), drawn=drawn)
 
 
 def completion_judged(

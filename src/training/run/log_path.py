@@ -72,7 +72,7 @@ def keep_older(path: Path) -> Path | None:
     """
     if not path.exists():
         return None
-    older = _first_free(path.with_name(f"{path.stem}.{{}}{path.suffix}"))
+    older = first_free(path.with_name(f"{path.stem}.{{}}{path.suffix}"))
     try:
         os.link(path, older)
     except OSError:  # a file system without links
@@ -91,7 +91,7 @@ def has_results(folder: Path) -> bool:
 def aside_path(folder: Path) -> Path:
     """Where ``move_aside`` would move a run: the first free ``FOLDER.N``."""
     resolved = folder.resolve()
-    return _first_free(resolved.with_name(resolved.name + ".{}"))
+    return first_free(resolved.with_name(resolved.name + ".{}"))
 
 
 def move_aside(folder: Path) -> Path:
@@ -120,7 +120,7 @@ def move_aside(folder: Path) -> Path:
     return aside
 
 
-def _first_free(pattern: Path) -> Path:
+def first_free(pattern: Path) -> Path:
     """The path with ``{}`` in its name replaced by the first number from 1 that is free."""
     numbered = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
     return next(path for path in numbered if not path.exists())

@@ -64,18 +64,28 @@ class Loop(Generic[ConfigT]):
         """Publish the policy's weights: the deployment samples with them from now on."""
         with self.run.clock.span("perf/weight_sync_time"):
             await asyncio.to_thread(self.infra.syncer.save_and_hotload, f"step-{self.run.step:05d}")
-        self.run.version = self.infra.syncer.version
         self.run.synced_step = self.run.step
+        self.run.note_version(self.infra.syncer.version, self.run.step)
+
+    def before_step(self, update: PolicyUpdate) -> None:
+        """To be called right before an optimizer step is asked for: the last one of an update
+        leaves time to write what it trains."""
+        if update.is_whole:
+            step = self.run.step + update.optimizer_steps + 1
+            self.run.recorder.begin_step(step, update.groups)
 
     def count_step(self, update: PolicyUpdate) -> None:
         """Count the optimizer steps of an update that is done."""
         run = self.run
         run.step += update.optimizer_steps
+        run.recorder.begin_step(run.step, update.groups)
         if math.isnan(run.first_step_s):
             run.first_step_s = time.perf_counter() - run.started
 
     def step_metrics(self, update: PolicyUpdate, version: int) -> dict[str, float]:
-        """The metrics of a finished step, for ``log_step``."""
+        """The metrics of a finished step, for ``log_step``; its samples are on disk then."""
+        with self.run.clock.span("perf/record_wait_time"):
+            self.run.recorder.finish()
         return step_metrics(self.run, update, self.config.completions_per_prompt, version)
 
     def log_step(self, metrics: dict[str, float]) -> None:
@@ -135,6 +145,8 @@ class Loop(Generic[ConfigT]):
             kl_beta=run.kl.coefficient if run.kl else None,
             save_id=secrets.token_hex(8),
         )
+        # The rows that the cursor counts already, though no step has trained them.
+        run.recorder.begin_flush()
         metadata = {**asdict(checkpoint), "config": plain_config(config)}
         with run.clock.span("perf/dcp_save_time"):
             started = run.now()
@@ -145,7 +157,9 @@ class Loop(Generic[ConfigT]):
         run.saved = (run.step, run.cursor.count)
         known = [older for older in run.checkpoints if older.name != name] + [checkpoint]
         run.checkpoints = await asyncio.to_thread(_still_held, known, infra)
+        run.recorder.finish()
         write_manifest(run.log_path, run.checkpoints)
+        run.timeline.event("checkpoint", name, step=run.step)
 
     def is_save_due(self, *, is_last: bool = False) -> bool:
         """Whether ``save_if_due`` would write a checkpoint now."""

@@ -23,7 +23,10 @@ from training.run.checkpoints import (
 )
 from training.run.evaluation import EvalResult
 from training.run.metrics import Display, MetricsLog
+from training.run.recorder import Recorder
 from training.run.signal import SignalWatch
+from training.run.timeline import Timeline
+from training.samples.drawn import WHY_DROPPED
 from training.samples.groups import RolloutStats, RowOutcome
 from training.update.kl_control import AdaptiveKL, kl_control
 
@@ -40,17 +43,6 @@ def check_start(config: RecipeConfig) -> None:
         check_reference(config.init_from_checkpoint, is_embedded=is_embedded())
     if config.warm_start_from_adapter is not None:
         check_adapter(config.warm_start_from_adapter, is_embedded=is_embedded())
-
-
-_WHY_DROPPED = {
-    "uniform": "whose completions all earned the same reward",
-    "too_few": "with fewer than two finished completions (is max_completion_tokens too small?)",
-    "non_finite": "with a reward that is NaN or infinite",
-    "overlong_prompt": "whose prompt leaves no room below max_seq_len",
-    "failed": "whose sampling failed",
-    "filtered": "that dynamic_filter_fn did not accept",
-    "stale": "that were still being sampled when their last chance was over (late_row_wait_s)",
-}
 
 
 @dataclass(frozen=True)
@@ -109,6 +101,8 @@ class Run:
     """Says when there is nothing to learn from."""
     stats: RolloutStats = field(default_factory=RolloutStats)
     clock: Stopwatch = field(default_factory=Stopwatch)
+    timeline: Timeline = field(default_factory=Timeline)
+    recorder: Recorder = field(default_factory=Recorder)
     busy: BusyClock = field(default_factory=BusyClock)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     evaluations: list[tuple[int, EvalResult]] = field(default_factory=list)
@@ -143,8 +137,21 @@ class Run:
     ) -> None:
         """Keep, write and show the result of an evaluation that began at ``step``."""
         self.evaluations.append((step, result))
+        self.recorder.begin_evaluation(step, self.eval_rows, result.drawn)
+        self.recorder.finish()
         self.log.write("eval", step, {**result.metrics(), **(times or {})})
+        self.timeline.event("eval", f"held-out accuracy {result.accuracy:.3f}", step=step)
         self.display.note(f"step {step:>4}  held-out accuracy {result.accuracy:.3f}")
+
+    def note_version(self, version: int, step: int) -> None:
+        """Count a weight sync: the deployment serves the weights of ``step`` as ``version``."""
+        self.version = version
+        self.timeline.event("weight_sync", f"version {version}", step=step, version=version)
+
+    def warn(self, line: str) -> None:
+        """Say what is wrong with the training, on the timeline too."""
+        self.display.note(line)
+        self.timeline.event("warning", line, step=self.step)
 
     def note_failed_evaluation(self, step: int, error: Exception) -> None:
         """Say that an evaluation has no record, with its traceback; the run goes on."""
@@ -172,7 +179,7 @@ class Run:
         self.signal = SignalWatch(
             config.no_signal_patience,
             config.prompt_groups_per_step,
-            self.display.note,
+            self.warn,
             infra.tokenizer.decode,
         )
         self.has_loaded = bool(
@@ -294,6 +301,8 @@ class Run:
             NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
         """
         self.stats.add(outcome)
+        self.recorder.see_row(outcome)
+        self._see_sampling(outcome)
         if outcome.truncated and self.drops_truncated:
             self.drops_truncated = False  # it is said once
             self.display.note(
@@ -305,12 +314,23 @@ class Run:
             self.cursor.finish([outcome.row.index])
         self.signal.see_row(outcome)
 
+    def _see_sampling(self, outcome: RowOutcome) -> None:
+        """Have the timeline show when a row was sampled."""
+        spans = [
+            (drawn.started, drawn.started + (drawn.sample_s or 0.0))
+            for drawn in outcome.drawn
+            if drawn.started is not None
+        ]
+        if spans:
+            start, end = min(start for start, _ in spans), max(end for _, end in spans)
+            self.timeline.see_span("sampler", "sample", start, end, rows=[outcome.row.index])
+
     def mention_untrained_rows(self) -> None:
         """Say why, when the rows since the last step left nothing to train on."""
         if not self.stats.dropped:
             return
         reasons = ", ".join(
-            f"{count} {_WHY_DROPPED.get(reason, reason)}"
+            f"{count} {WHY_DROPPED.get(reason, reason)}"
             for reason, count in sorted(self.stats.dropped.items())
         )
         since = f"after step {self.step}" if self.step else "and no optimizer step was taken"
@@ -330,3 +350,4 @@ class Run:
         """Begin counting for the next step."""
         self.stats = RolloutStats()
         self.step_started = self.now()
+        self.timeline.begin_step(self.step + 1, self.version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from hearth.sdk import RoutedModelInput, SampledCompletion
 from training.config.parts import Replay
 from training.data.rows import IndexedRow
 from training.samples.datums import align_routing, datum_from_tokens_weights, token_logprobs
+from training.samples.drawn import Drawn
 from training.samples.reward_metrics import (
     disagreement_metrics,
     group_reward_metrics,
@@ -41,6 +42,12 @@ class TrainSample:
     rollout: RolloutSample
     old_logprobs: Sequence[float] | None = None
     ref_logprobs: Sequence[float] | None = None
+    policy_logprobs: Sequence[float] | Tensor | None = None
+    """Those of the pass that trained it, where they came to this process."""
+    ratios: Tensor | None = None
+    """Policy to old, as the loss used it; None where it is 1 everywhere or not known here."""
+    clipped: Tensor | None = None
+    """Where the loss's clip was active; None as for ``ratios``."""
 
     @classmethod
     def from_rollout(
@@ -199,6 +206,10 @@ class RowOutcome:
     """For each completion whose reward says so: whether the reward found an answer."""
     example: ExampleAnswer | None = None
     """One of the answers, trained or not."""
+    drawn: Sequence[Drawn] = field(default=(), compare=False)
+    """All that was sampled, trained or not."""
+    row_meta: Mapping[str, Any] | None = field(default=None, compare=False)
+    """What the rollouts gave for the row (``Rollout.row_meta``)."""
 
 
 @dataclass
@@ -241,7 +252,11 @@ class RolloutStats:
 
 
 def completion_sample(
-    completion: SampledCompletion, reward: float, *, parsed: bool | None = None
+    completion: SampledCompletion,
+    reward: float,
+    *,
+    parsed: bool | None = None,
+    parts: Mapping[str, float] | None = None,
 ) -> RolloutSample:
     """A completion of one turn with what it earned, and whether an answer was found in it.
 
@@ -265,6 +280,8 @@ def completion_sample(
         versions=completion.versions or [[completion.weight_version, completion.completion_len]],
         routing_matrices=completion.routing_matrices,
         parsed=parsed,
+        seeds=None if completion.seed is None else [completion.seed],
+        reward_parts=parts,
     )
 
 

@@ -50,6 +50,11 @@ class RolloutSample:
     ``SampledCompletion`` has them; None takes what the same sampler has seen."""
     parsed: bool | None = None
     """Whether the reward found the answer that it looks for, as ``Score.parsed``; None: unknown."""
+    seeds: list[int] | None = None
+    """Seed of each request, one a turn; None takes what the sampler of
+    ``build_deployment_sampler`` has seen. On record only."""
+    reward_parts: Mapping[str, float] | None = None
+    """What the reward is made of, by name, as ``Score.parts``. On record only."""
 
     @property
     def prompt_len(self) -> int:
@@ -243,6 +248,7 @@ def check_sample(sample: object, where: str) -> RolloutSample:
         reward=float(reward),
         versions=versions,
         parsed=parsed,
+        reward_parts=_check_parts(sample.reward_parts, where),
     )
 
 
@@ -316,6 +322,18 @@ def _check_versions(
             f"{num_sampled} sampled tokens, got {versions}"
         )
     return [list(pair) for pair in pairs]
+
+
+def _check_parts(parts: Mapping[str, Any] | None, where: str) -> dict[str, float] | None:
+    if parts is None:
+        return None
+    plain = {name: _plain(value) for name, value in parts.items()}
+    for name, value in plain.items():
+        if not isinstance(name, str) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"{where}: reward_parts must be numbers by name, got {name!r}: {value!r}"
+            )
+    return {name: float(value) for name, value in plain.items()}
 
 
 def _check_routing(sample: RolloutSample, num_tokens: int, where: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 
 from hearth.sdk import SampledCompletion
 from training.config.single_turn import SingleTurnConfig
 from training.data.rows import IndexedRow
 from training.rewards import AnyReward, Score, Unscored, disagreements, scored
 from training.samples.advantages import usable_group
+from training.samples.drawn import Drawn, describe_error
 from training.samples.groups import (
     ExampleAnswer,
     PromptGroup,
@@ -37,6 +41,8 @@ class ScoredRow:
     sampled: SampledRow
     samples: Sequence[RolloutSample] = ()
     scores: Sequence[Score | Unscored] = ()
+    drawn: Sequence[Drawn] = ()
+    """All completions, those without a reward too."""
 
     @property
     def rewards(self) -> list[float]:
@@ -85,6 +91,7 @@ class ScoredRow:
             disagreements=disagreements(self.scores),
             example=self._example() if completions else None,
             parsed=[sample.parsed for sample in self.samples if sample.parsed is not None],
+            drawn=self.drawn or [Drawn(reason=describe_error(error) if error else reason)],
         )
 
     def _example(self) -> ExampleAnswer:
@@ -111,17 +118,38 @@ async def score_row(
     """
     if sampled.dropped is not None:
         return ScoredRow(sampled)
-    completions = [
-        completion
-        for completion in sampled.completions
-        if completion.finish_reason != "length" or config.truncated_completions == "score"
+    completions = sampled.completions
+    is_scored = [
+        completion.finish_reason != "length" or config.truncated_completions == "score"
+        for completion in completions
     ]
-    scores = await scored(
-        reward_fn, [completion.text for completion in completions], sampled.row.row
+    texts = [completion.text for completion in compress(completions, is_scored)]
+    scores = await scored(reward_fn, texts, sampled.row.row)
+    given = iter(scores)
+    drawn = [
+        drawn_completion(completion, next(given) if has_score else None)
+        for completion, has_score in zip(completions, is_scored, strict=True)
+    ]
+    samples = [part.segments[0] for part in drawn if part.reward is not None]
+    return ScoredRow(sampled, samples, scores, drawn)
+
+
+def drawn_completion(completion: SampledCompletion, score: Score | Unscored | None) -> Drawn:
+    """A completion of one turn with what it earned; None left it out as truncated.
+
+    Raises:
+        ConfigError: the deployment sent no logprobs, or not one per sampled token.
+    """
+    timed = partial(
+        Drawn,
+        started=completion.started,
+        sample_s=completion.sample_s,
+        score_s=None if score is None else score.seconds,
     )
-    samples = [
-        completion_sample(completion, score.reward, parsed=score.parsed)
-        for completion, score in zip(completions, scores, strict=True)
-        if isinstance(score, Score)
-    ]
-    return ScoredRow(sampled, samples, scores)
+    if isinstance(score, Score):
+        sample = completion_sample(completion, score.reward, parsed=score.parsed, parts=score.parts)
+        return timed([sample], reward=score.reward)
+    sample = completion_sample(completion, math.nan)
+    if score is None:
+        return timed([sample], fate="truncated", reason="cut at max_completion_tokens")
+    return timed([sample], fate="failed", reason=describe_error(score.error))

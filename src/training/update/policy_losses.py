@@ -132,7 +132,9 @@ def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | Builti
     def loss_fn(
         _data: list[tinker.Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
-        return loss.evaluate(logprobs, masks, starts)
+        result = loss.evaluate(logprobs, masks, starts)
+        loss.keep_ratios(samples, logprobs, masks)
+        return result
 
     return loss_fn
 
@@ -169,7 +171,28 @@ class _PolicyLoss:
         """The loss, a sum over active tokens, and its metrics."""
         if not logprobs:
             return torch.zeros((), requires_grad=True), {**self._metrics_of_nothing}
-        batch = TokenBatch.concat(
+        batch = self._batch(logprobs, masks)
+        output = policy_loss_per_token(self.name, batch, self.objective, self.tis)
+        metrics = _as_floats(output.metrics) | _response_metrics(masks, starts)
+        return output.per_token.sum(), metrics
+
+    def keep_ratios(
+        self, samples: Sequence[TrainSample], logprobs: list[Tensor], masks: list[Tensor]
+    ) -> None:
+        """Give the samples their ratios and clips, for the record, unless all ratios are 1."""
+        if self.old is None or not logprobs:
+            return
+        batch = self._batch([rows.detach() for rows in logprobs], masks)
+        clipping = self.objective.clipping(batch)
+        if clipping is None:
+            return
+        lengths = [len(rows) for rows in logprobs]
+        ratios, clips = clipping.ratio.split(lengths), clipping.is_clipped.split(lengths)
+        for sample, ratio, is_clipped in zip(samples, ratios, clips, strict=True):
+            sample.ratios, sample.clipped = ratio, is_clipped
+
+    def _batch(self, logprobs: list[Tensor], masks: list[Tensor]) -> TokenBatch:
+        return TokenBatch.concat(
             logprobs,
             advantages=self.advantages,
             mask=masks,
@@ -177,9 +200,6 @@ class _PolicyLoss:
             behavior_logprobs=_fill_missing("behavior_logprobs", self.behavior, masks),
             ref_logprobs=_fill_missing("ref_logprobs", self.reference, masks),
         )
-        output = policy_loss_per_token(self.name, batch, self.objective, self.tis)
-        metrics = _as_floats(output.metrics) | _response_metrics(masks, starts)
-        return output.per_token.sum(), metrics
 
 
 def _advantage(advantage: float | Rows) -> float | Tensor:

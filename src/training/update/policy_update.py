@@ -34,7 +34,7 @@ class PolicyUpdate:
     ``version`` is the weight version as which the trainer's weights are served: trainer's and
     sampler's logprobs are compared on the samples of that version (``parity``). None says that the
     samples are older: nothing is compared, and without TIS ratios are to the policy that sampled.
-    ``before_step`` is called right before each optimizer step.
+    ``before_step(update)`` is called right before each optimizer step.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PolicyUpdate:
         clock: Stopwatch,
         kl: AdaptiveKL | None = None,
         version: int | None = None,
-        before_step: Callable[[], None] | None = None,
+        before_step: Callable[[PolicyUpdate], None] | None = None,
     ) -> None:
         self._config = config
         self._infra = infra
@@ -58,6 +58,8 @@ class PolicyUpdate:
         self.groups: list[PromptGroup] = []
         """The groups of the step so far."""
         self.optimizer_steps = 0
+        self.is_whole = False
+        """Whether all groups of the step have gone through, and its last optimizer step comes."""
         self.results: list[tuple[int, Mapping[str, float]]] = []
         """(samples, metrics) of each call; 0 samples is an optimizer's."""
 
@@ -111,12 +113,15 @@ class PolicyUpdate:
                     recording(loss, seen),
                     temperature=config.temperature,
                 )
+            for sample, logprobs in zip(samples, seen, strict=True):
+                sample.policy_logprobs = logprobs
             if config.ppo_n_minibatches == 1:  # otherwise _score_old_policy has compared
                 self._compare(samples, seen)
         self.results.append((len(samples), result.metrics))
 
     async def optim_step(self) -> None:
         """The optimizer step that ends the update; the weight of the KL adapts after it."""
+        self.is_whole = True
         await self._optimizer_step()
         if self._kl is not None:
             # Beside the optimizer's own, since every entry of 0 samples counts as one step of it.
@@ -182,7 +187,7 @@ class PolicyUpdate:
             grad_clip_norm=config.grad_clip_norm,
         )
         if self._before_step is not None:
-            self._before_step()
+            self._before_step(self)
         with self._clock.span("perf/optim_step_time"):
             done = await self._infra.policy_client.optim_step(
                 params,

@@ -16,8 +16,8 @@ _OWN_FIELDS = ("weight_version", "snapshot_identity")
 _OWN_TOKEN_FIELDS = ("token_id", "sampling_logprob", "routing_matrix")
 
 
-def read_turn(answer: ChatResponse) -> CapturedTurn:
-    """The turn that an answer holds.
+def read_turn(answer: ChatResponse, seed: int | None = None) -> CapturedTurn:
+    """The turn that an answer holds, which was sampled with ``seed``.
 
     Raises:
         TransportError: the answer lacks token ids, or a logprob for each of them.
@@ -46,6 +46,7 @@ def read_turn(answer: ChatResponse) -> CapturedTurn:
         text=choice.message.content or "",
         snapshot_identity=answer.snapshot_identity,
         routing_matrices=_read_routing(choice),
+        seed=seed,
     )
 
 

@@ -88,7 +88,7 @@ class _Capture:
         answer = await self._sample(request, session, body)
         if isinstance(answer, HttpResponse):
             return _pass_on(answer)
-        session.keep(read_turn(answer))
+        session.keep(read_turn(answer, fields.get("seed", seed)))
         content = build_answer(answer, wanted.form)
         if wanted.form.stream:
             return Response(build_events(content, wanted.form), media_type="text/event-stream")

@@ -26,6 +26,8 @@ class CapturedTurn:
     """The answer's content; tool calls are not in it."""
     snapshot_identity: str | None = None
     routing_matrices: list[str] | None = None
+    seed: int | None = None
+    """What it was sampled with."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class TurnChain:
     turns: int
     routing_matrices: list[str] | None = None
     """The experts of each sampled token, empty elsewhere; None where no turn has any."""
+    seeds: tuple[int, ...] = ()
+    """Of each turn that has one."""
 
 
 def build_chains(turns: Iterable[CapturedTurn]) -> list[TurnChain]:
@@ -93,6 +97,7 @@ def _join(chain: TurnChain, turn: CapturedTurn) -> TurnChain:
         text=turn.text,
         turns=chain.turns + 1,
         routing_matrices=_join_routing(chain, turn),
+        seeds=chain.seeds if turn.seed is None else (*chain.seeds, turn.seed),
     )
 
 

@@ -458,7 +458,7 @@ def test_cancelling_a_row_cancels_its_rollouts():
     run_virtual(main)
 
     assert ended == [3.0, 3.0]
-    assert rollouts.lengths == {}
+    assert rollouts.drawn == {}
 
 
 def test_a_rollout_that_takes_too_long_is_tried_again():
@@ -533,7 +533,7 @@ def test_the_breaker_is_told_of_successes_and_not_of_none():
     assert not breaker.is_open
 
 
-def test_the_lengths_of_finished_rollouts_are_known_while_the_row_runs():
+def test_finished_rollouts_are_known_while_the_row_runs():
     async def rollout_fn(_row: Any) -> RolloutResult:
         await asyncio.sleep(rollout_number())
         if rollout_number() == 2:
@@ -547,7 +547,8 @@ def test_the_lengths_of_finished_rollouts_are_known_while_the_row_runs():
         seen: list[list[int]] = []
         for _ in range(3):
             await asyncio.sleep(0.9)
-            seen.append(list(rollouts.lengths[13]))
+            finished = rollouts.drawn[13]
+            seen.append([sum(part.completion_len for part in drawn.segments) for drawn in finished])
         await task
         return seen
 

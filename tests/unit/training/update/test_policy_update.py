@@ -66,7 +66,7 @@ def play(tmp_path: Any, update_options: Any = None, reference: Any = None, **cha
         infra_of(trainer, tmp_path, reference_client=reference),
         Stopwatch(),
         version=0,
-        before_step=lambda: trainer.asked.append(("before_step",)),
+        before_step=lambda _update: trainer.asked.append(("before_step",)),
         **(update_options or {}),
     )
 
