@@ -259,7 +259,7 @@ def go_on_with_samples(log_path: Path, step: int, cursor: Cursor) -> Path | None
         return None
     _clean_up(log_path)
     aside = first_free(log_path / f"{SAMPLES}.{{}}")
-    finished = cursor.finished()
+    finished = cursor.list_finished()
     for kind in KINDS:
         for file in list_files(log_path, kind):
             if kind == "eval" and file.last <= step:
