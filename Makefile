@@ -80,7 +80,7 @@ check: $(VENV)/.dev check-viewer  ## Lint, format, types, layers, spelling, know
 	$(BIN)/ruff format --check src tests tools benchmarks
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/codespell src tests tools benchmarks docs *.md
+	$(BIN)/codespell src tests tools benchmarks docs viewer/src *.md
 	@found=$$($(BIN)/pip-audit -r constraints.txt --no-deps --disable-pip --progress-spinner off 2>&1) || { echo "$$found"; exit 1; }
 
 format: $(VENV)/.dev  ## Rewrite the files as ruff wants them.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,12 +52,18 @@ class RunState:
     """What the last event says, as the error of a failed run."""
 
 
-def read_timeline(log_path: Path) -> list[dict[str, Any]]:
+def read_timeline(log_path: Path, names: Collection[str] | None = None) -> list[dict[str, Any]]:
     """The spans and events of a run in the order in which they were written; [] without a file.
 
-    A line that is none is left out: a crash cut it.
+    Given ``names``, those that have one of them; other lines are not parsed. A line that is none is
+    left out: a crash cut it.
     """
-    return list(_parse_lines(_read(log_path / TIMELINE)))
+    lines = _read(log_path / TIMELINE)
+    if names is None:
+        return list(_parse_lines(lines))
+    named = re.compile(rb'"name":\s*"(?:' + "|".join(map(re.escape, names)).encode() + rb')"')
+    kept = b"\n".join(line for line in lines.splitlines() if named.search(line))
+    return [entry for entry in _parse_lines(kept) if entry.get("name") in names]
 
 
 def read_events(log_path: Path) -> list[dict[str, Any]]:

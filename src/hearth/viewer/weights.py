@@ -136,7 +136,7 @@ def _find_step(log_path: Path, version: int, until: float) -> int:
     """The step whose weights had a version at a time. A start of an embedded run counts anew."""
     step: int | None = None
     starts = 0
-    for entry in read_timeline(log_path):
+    for entry in read_timeline(log_path, (*STARTS, _SYNC)):
         moment = entry.get("time", entry.get("end"))
         if not isinstance(moment, int | float) or moment > until:
             continue
@@ -172,7 +172,7 @@ def _list_places(
 
 def _last_synced_step(log_path: Path, exported: Path) -> int | None:
     """The step that the exported model is of; None without a whole model that came last."""
-    syncs = [entry for entry in read_timeline(log_path) if entry.get("name") == _SYNC]
+    syncs = read_timeline(log_path, (_SYNC,))
     if not exported.exists() or not syncs:
         return None
     last = syncs[-1]

@@ -117,6 +117,7 @@ def test_a_torn_or_foreign_line_is_left_out(tmp_path: Path) -> None:
 
     assert [event["name"] for event in read_events(tmp_path)] == ["start", "checkpoint"]
     assert len(read_timeline(tmp_path)) == 3
+    assert [event["time"] for event in read_timeline(tmp_path, ("checkpoint",))] == [2.0]
     assert read_state(tmp_path).state == "running"
 
 
