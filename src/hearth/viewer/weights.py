@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hearth.errors import NotFoundError
-from hearth.records.timeline import STARTS, read_timeline
+from hearth.records.timeline import STARTS, read_events
 
 _SYNC = "weight_sync"
 
@@ -136,15 +136,14 @@ def _find_step(log_path: Path, version: int, until: float) -> int:
     """The step whose weights had a version at a time. A start of an embedded run counts anew."""
     step: int | None = None
     starts = 0
-    for entry in read_timeline(log_path, (*STARTS, _SYNC)):
-        moment = entry.get("time", entry.get("end"))
-        if not isinstance(moment, int | float) or moment > until:
+    for event in read_events(log_path):
+        if event["time"] > until:
             continue
-        if entry.get("name") in STARTS:
+        if event["name"] in STARTS:
             starts += 1
             step = None
-        elif entry.get("name") == _SYNC and entry.get("version") == version:
-            step = entry.get("step")
+        elif event["name"] == _SYNC and event.get("version") == version:
+            step = event.get("step")
     if step is not None:
         return step
     if version == 0 and starts:
@@ -172,12 +171,11 @@ def _list_places(
 
 def _last_synced_step(log_path: Path, exported: Path) -> int | None:
     """The step that the exported model is of; None without a whole model that came last."""
-    syncs = read_timeline(log_path, (_SYNC,))
+    syncs = [event for event in read_events(log_path) if event["name"] == _SYNC]
     if not exported.exists() or not syncs:
         return None
-    last = syncs[-1]
-    is_newer = exported.stat().st_mtime >= last.get("time", last.get("end", float("inf")))
-    return last.get("step") if is_newer else None
+    is_newer = exported.stat().st_mtime >= syncs[-1]["time"]
+    return syncs[-1].get("step") if is_newer else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

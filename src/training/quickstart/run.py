@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,5 @@ def _print_table(
         ("model", done.model_path),
     ):
         console.print(f"{label:<15} {path}", highlight=False)
+    command = shlex.join(["hearth", "view", str(done.log_path)])
+    console.print(f"to see every answer, curve and token: {command}", highlight=False, markup=False)

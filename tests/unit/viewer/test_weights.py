@@ -62,6 +62,8 @@ def test_a_turn_is_its_tokens_those_before_it_and_its_seed():
 
 def test_weights_are_those_of_the_step_that_published_the_version(tmp_path):
     timeline = [event(0, "start"), *syncs((10, 2, 1), (20, 4, 2), (30, 6, 3), (40, 8, 4))]
+    # A span is of the step under way.
+    timeline.append({"type": "span", "name": "weight_sync", "end": 41, "version": 3, "step": 9})
     write_run(tmp_path, timeline=timeline, checkpoints=[4, 6], snapshots=[8])
 
     first = find_weights(tmp_path, RECORD, 0)
