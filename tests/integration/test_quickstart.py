@@ -17,6 +17,8 @@ def test_the_quickstart_learns_and_leaves_what_it_promises(tmp_path, capsys):
     assert set(summary) >= {"wall_s", "first_step_s", "peak_rss_mb"}
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "question: " in (tmp_path / "rollouts_after.txt").read_text()
-    assert "accuracy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed
+    assert printed.splitlines()[-1].endswith(f"hearth view {tmp_path}")
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "quickstart")
     assert exported.config.model_type == "qwen3"
