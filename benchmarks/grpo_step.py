@@ -107,6 +107,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
         no_signal_patience=None,
         dcp_save_interval=0,
         loss_path=asked.loss_path,
+        record_samples=asked.record,
         seed=asked.seed,
         max_samples_per_fwd_bwd=asked.call,
         min_samples_per_fwd_bwd=asked.stream,
@@ -239,10 +240,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL to a reference")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--loss-path", choices=["client", "builtin"], default="client")
+    parser.add_argument("--record", choices=["all", "none"], default="all", help="samples")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2, help="steps left out at the start")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder that keeps the run")
     parser.add_argument("--json", action="store_true", help="one JSON object, nothing else")
     return parser.parse_args()
 
@@ -253,7 +256,9 @@ def command() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(asked.threads)
     with tempfile.TemporaryDirectory() as folder:
-        result = asdict(measure(asked, Path(folder)))
+        if asked.keep is not None:
+            asked.keep.mkdir(parents=True, exist_ok=True)
+        result = asdict(measure(asked, asked.keep or Path(folder)))
     if asked.json:
         sys.stdout.write(orjson.dumps({"system": "hearth"} | result).decode() + "\n")
         return

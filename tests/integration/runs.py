@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import torch
 from safetensors.torch import load_file
 
+from hearth.records.reading import iterate_tables, to_records
 from training.quickstart import MODEL
 from training.run.checkpoints import Checkpoint, read_manifest
 from training.run.state import RunSummary
@@ -73,12 +75,36 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """All recorded samples of a run, sorted, without times, versions and the run's id.
+
+    Arrays are bytes, so that a NaN equals itself.
+    """
+    left_out = {"run", "started", "sample_s", "score_s", "versions", "version"}
+    samples = [
+        {
+            name: value.tobytes() if isinstance(value, np.ndarray) else value
+            for name, value in sample.items()
+            if name not in left_out
+        }
+        for table in iterate_tables(folder)
+        for sample in to_records(table)
+    ]
+    return sorted(samples, key=sample_id)
+
+
+def sample_id(sample: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a sample from all others of its run."""
+    return tuple(sample[name] for name in ("kind", "step", "index", "completion", "segment"))
+
+
 class FinishedRun:
     """What a run left behind: its records of steps, its last checkpoint, and the model."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.weights = load_file(model / "model.safetensors")
+        self.samples = read_samples(folder)
         self.records = [line for line in read_records(folder) if line["type"] == "train"]
 
     @property

@@ -44,6 +44,7 @@ def check_unchanged(killer, done, whole):
     assert len(killer.hits) == 1
     assert done.has_weights_of(whole)
     assert done.records == whole.records
+    assert done.samples == whole.samples
 
 
 def take_up(recipes, served, folder):
@@ -137,6 +138,7 @@ def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
     ) in output
     assert done.has_weights_of(whole)
     assert _but_for_versions(done.records) == _but_for_versions(whole.records)
+    assert done.samples == whole.samples
     assert done.last.cursor == 16
     (job,) = served.resources("rlorTrainerJobs", done.last.job)
     assert job["state"] == "JOB_STATE_CANCELLED"
