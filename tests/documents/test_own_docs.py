@@ -13,6 +13,7 @@ import pytest
 from tests.documents import extraction
 from tests.modules import load_module
 
+from hearth.records.table import SCHEMA
 from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
 
@@ -89,6 +90,36 @@ def test_the_page_on_loops_trains_and_promotes(run_page):
     assert names["result"].metrics["samples:sum"] == len(names["completions"]) > 0
     assert names["loaded"].metadata == {"row": 8}
     assert (Path(names["model"].source) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("program", ["pandas", "datasets"])
+def test_other_programs_open_samples_as_the_page_on_samples_says(program, run_page):
+    pytest.importorskip(program, reason="an extra of the reader's own")
+    page = REPOSITORY / "docs" / "samples.md"
+    (snippet,) = re.findall(
+        rf"^```{program}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+    )
+
+    exec(snippet, names := dict(run_page(page)))
+
+    assert len(names["best" if program == "pandas" else "answers"]) > 0
+
+
+def test_the_page_on_samples_has_every_column_in_its_order():
+    text = (REPOSITORY / "docs" / "samples.md").read_text()
+    table = text.split("## Columns")[1].split("The footer")[0]
+
+    rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == SCHEMA.names
+
+
+def test_the_page_on_samples_finds_every_sample(run_page):
+    names = run_page(REPOSITORY / "docs" / "samples.md")
+
+    counts = {outcome: count for outcome, count, _, _ in names["rows"]}
+    assert sum(counts.values()) == 8 * 4
+    assert counts["trained"] == names["trained"] > 0
+    assert names["first"]["text"] in names["written"]
 
 
 @pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
