@@ -1,4 +1,5 @@
 // One sample: its conversation as the template drew it, its exact tokens, and what is known of it.
+import { Fragment } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { runUrl, useApi, type Part, type RunDetail, type Sample } from "../api";
 import { formatCount, formatFixed, formatSeconds, formatSigned, formatTime, formatValue } from "../format";
@@ -251,7 +252,12 @@ function Fact({ name, value }: { name: string; value: string }) {
   return (
     <>
       <dt>
-        <Line text={name} />
+        {name.split(/(?<=_)/).map((word, place) => (
+          <Fragment key={place}>
+            <Line text={word} />
+            <wbr />
+          </Fragment>
+        ))}
       </dt>
       <dd>
         <Line text={value} />

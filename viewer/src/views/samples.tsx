@@ -210,7 +210,7 @@ function makeColumns(run: RunDetail, rescored: string | null, room: number): Col
         </span>
       ),
     },
-    { name: "text", title: "Answer", width: "minmax(240px, 2fr)", render: (row) => <Answer row={row} /> },
+    { name: "text", title: "Answer", width: "minmax(200px, 2fr)", render: (row) => <Answer row={row} /> },
   ];
   return columns.filter((column) => column !== false);
 }
