@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hearth.errors import BusyError, NotFoundError
-from hearth.viewer.lines import parse_object
+from hearth.viewer.lines import keep_exact, parse_object
 
 MOST_RUNNING = 2
 MOST_KEPT = 100
@@ -100,7 +100,7 @@ class Jobs:
         answer = parse_object(lines[-1]) if lines else None
         if process.returncode == 0 and answer is not None:
             answers = answer.get("answers")
-            job.answers = answers if isinstance(answers, list) else []
+            job.answers = keep_exact(answers) if isinstance(answers, list) else []
             job.state, job.text = "done", str(answer.get("text", ""))
         else:
             said = errors.decode(errors="replace").strip().splitlines()

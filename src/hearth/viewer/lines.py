@@ -12,6 +12,8 @@ import orjson
 LONGEST_LINE = 32 * 2**20
 """Bytes of a line; a longer one is skipped, so that memory is bounded."""
 _BLOCK = 4 * 2**20
+_EXACT = 2**53
+"""JavaScript has not every whole number from here on."""
 
 
 class Line(NamedTuple):
@@ -110,3 +112,14 @@ def read_object(path: Path) -> dict[str, Any]:
         return parse_object(path.read_bytes()) or {}
     except OSError:
         return {}
+
+
+def keep_exact(value: Any) -> Any:
+    """The value with whole numbers as texts where JavaScript has no such number."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _EXACT:
+        return str(value)
+    if isinstance(value, list):
+        return [keep_exact(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: keep_exact(entry) for name, entry in value.items()}
+    return value

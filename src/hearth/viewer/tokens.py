@@ -16,10 +16,9 @@ from hearth.errors import NotFoundError
 from hearth.records.layout import SAMPLES, VOCABULARY, SampleId
 from hearth.records.reading import Vocabulary, read_sample, read_vocabulary
 from hearth.records.table import SCALAR_COLUMNS
+from hearth.viewer.lines import keep_exact
 from hearth.viewer.run import Run, is_inside, stamp
 
-_EXACT = 2**53
-"""Larger whole numbers are texts in JSON: JavaScript has no others."""
 _KEPT_VOCABULARIES = 2
 VALUES = {
     "behavior": "behavior_logprobs",
@@ -82,7 +81,7 @@ class TokenReader:
         special = [
             place for place, number in enumerate(ids.tolist()) if number in vocabulary.special
         ]
-        facts = {name: _plain(record.get(name)) for name in SCALAR_COLUMNS if name != "tokens"}
+        facts = {name: keep_exact(record.get(name)) for name in SCALAR_COLUMNS if name != "tokens"}
         return {
             "id": str(sample),
             **facts,
@@ -230,12 +229,3 @@ def _finite(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "f":
         return np.ascontiguousarray(array)
     return np.where(np.isfinite(array), array, np.nan).astype(array.dtype)
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON and JavaScript keep exactly."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _EXACT:
-        return str(value)
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value
