@@ -254,7 +254,10 @@ export function useApi<T>(url: string | null, live?: string): Answer<T> {
         if (!abort.signal.aborted) setAnswer({ data, error: null, pending: false, url });
       } catch (error) {
         if (!abort.signal.aborted)
-          setAnswer((last) => ({ ...last, error: (error as Error).message, pending: false, url }));
+          setAnswer((last) => {
+            const data = last.url === url ? last.data : null;
+            return { data, error: (error as Error).message, pending: false, url };
+          });
       }
       busy = false;
       if (stale.current && !abort.signal.aborted) void ask();

@@ -8,7 +8,7 @@ const stack: { current: Bindings }[] = [];
 
 function isTyping(target: EventTarget | null): boolean {
   const element = target as HTMLElement | null;
-  return !!element && (/^(INPUT|TEXTAREA|SELECT)$/.test(element.tagName) || element.isContentEditable);
+  return !!element?.matches("input:not([type=checkbox]), textarea, select");
 }
 
 function press(event: KeyboardEvent): void {
@@ -18,7 +18,8 @@ function press(event: KeyboardEvent): void {
     return;
   }
   // A button or a link that has the focus keeps its own keys.
-  if ((event.key === "Enter" || event.key === " ") && (event.target as Element).matches("a, button, summary")) return;
+  if ((event.key === "Enter" || event.key === " ") && (event.target as Element).matches("a, button, summary, input"))
+    return;
   for (let place = stack.length - 1; place >= 0; place--) {
     const binding = stack[place]!.current[event.key];
     if (binding) {

@@ -58,7 +58,13 @@ export function usePages<Row>(url: string, run: string): Pages<Row> {
     sight.current = [0, 40];
     askForSight();
     return onGrowth(run, () => {
+      // Pages out of sight may have moved: they are asked for when they come into sight again.
+      const [first, last] = sight.current.map((place) => Math.floor(place / SIZE)) as [number, number];
       asked.current = new Set();
+      setLoaded((before) => ({
+        ...before,
+        pages: new Map([...before.pages].filter(([page]) => page >= first && page <= last)),
+      }));
       askForSight();
     });
   }, [url, run]);

@@ -164,11 +164,23 @@ def test_keys_alone_lead_from_the_table_of_runs_to_a_token(page: Page) -> None:
 def test_chosen_runs_are_compared_and_the_page_names_where_they_part(page: Page) -> None:
     page.open("/runs?sort=name&descending=0")
     page.wait_for_text("sweep/other")
-    page.press("j", "j", "j", "x", "j", "x", "v")
+    page.press(*"jjjxjx")
+    page.wait_for_text("2 chosen")
+    page.press("v")
     page.wait_for_path("/compare?runs=plain,")
     page.wait_for_text("policy_loss")
     page.wait("return /part at step \\d+/.test(document.body.innerText)")
     assert page.ask("return document.querySelectorAll('.uplot canvas').length") > 0
+
+
+def test_behind_the_last_group_the_page_says_so_and_leads_back(page: Page) -> None:
+    page.open("/run/plain/group/train.23")
+    page.wait_for_text("The sum of 23 and 12 is 35.")
+    page.press("n")
+    page.wait_for("[role=alert]", "train.24")
+    page.press("b")
+    page.wait_for_text("The sum of 23 and 12 is 35.")
+    assert any("404" in problem for problem in page.problems())
 
 
 def test_the_token_view_is_exact(page: Page) -> None:
