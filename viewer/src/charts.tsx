@@ -135,7 +135,8 @@ export function Chart(props: ChartProps) {
   };
 
   useEffect(() => {
-    if (empty) return;
+    const element = box.current;
+    if (empty || !element) return;
     const colors = canvasColors(dark);
     const axis: uPlot.Axis = {
       stroke: colors.faint,
@@ -145,10 +146,10 @@ export function Chart(props: ChartProps) {
       gap: 4,
     };
     const options: uPlot.Options = {
-      width: box.current!.clientWidth,
-      height: chooseHeight(box.current!.clientWidth),
+      width: element.clientWidth,
+      height: chooseHeight(element.clientWidth),
       legend: { show: false },
-      padding: [12, props.lines.length > 1 ? 8 + 9 * props.lines.length : 12, 0, 0],
+      padding: [12, props.lines.length > 1 ? 12 + 9 * props.lines.length : 18, 0, 0],
       cursor: {
         y: false,
         sync: { key: props.group, scales: ["x", null] },
@@ -190,7 +191,7 @@ export function Chart(props: ChartProps) {
         ],
       },
     };
-    const chart = new uPlot(options, joinLines(latest.current.lines, smoothing), box.current!);
+    const chart = new uPlot(options, joinLines(latest.current.lines, smoothing), element);
     plot.current = chart;
     showValue(null);
     const pick = () => {
@@ -202,9 +203,9 @@ export function Chart(props: ChartProps) {
     chart.over.addEventListener("dblclick", () => latest.current.onZoom(null));
     chart.over.addEventListener("mouseleave", () => latest.current.onCursor?.(null));
     const observer = new ResizeObserver(() =>
-      chart.setSize({ width: box.current!.clientWidth, height: chooseHeight(box.current!.clientWidth) }),
+      chart.setSize({ width: element.clientWidth, height: chooseHeight(element.clientWidth) }),
     );
-    observer.observe(box.current!);
+    observer.observe(element);
     return () => {
       observer.disconnect();
       chart.destroy();

@@ -99,8 +99,9 @@ function Strip({
   const count = sample.tokens.ids.length;
   const [width, setWidth] = useState(0);
   useLayoutEffect(() => {
-    const observer = new ResizeObserver(() => setWidth(canvas.current!.clientWidth));
-    observer.observe(canvas.current!);
+    const element = canvas.current!;
+    const observer = new ResizeObserver(() => setWidth(element.clientWidth));
+    observer.observe(element);
     return () => observer.disconnect();
   }, []);
   useEffect(() => {

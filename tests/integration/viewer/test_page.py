@@ -173,6 +173,34 @@ def test_chosen_runs_are_compared_and_the_page_names_where_they_part(page: Page)
     assert page.ask("return document.querySelectorAll('.uplot canvas').length") > 0
 
 
+def test_a_prompt_is_walked_through_time(page: Page) -> None:
+    page.open("/run/plain/prompt/train.3")
+    page.wait_for(".step-line.cursor", "step 11")
+    page.press("k", "k")
+    page.wait_for(".step-line.cursor", "step 5")
+    page.wait_for_path("/run/plain/prompt/train.3?step=5&index=9")
+    page.wait_for_text("The sum of 9 and 5 is 17.")
+    page.open("/run/plain/prompt/train.3?step=2")
+    page.wait_for_text("The sum of 3 and 2 is 5.")
+
+
+def test_a_click_on_a_curve_opens_the_samples_of_its_step(page: Page) -> None:
+    page.open("/run/plain/curves?zoom=2~12")
+    page.click(".u-over")  # its middle
+    page.wait_for_path("/run/plain/samples?step_min=7&step_max=7")
+    page.wait_for_text("8 of 105")
+
+
+def test_steps_in_time_are_shown_from_their_url_and_moved_by_keys(page: Page) -> None:
+    page.open("/run/plain/time?from=5&to=6&color=work")
+    page.wait("return document.querySelector('canvas.lanes')?.width > 500")
+    page.wait_for("tbody tr", "forward backward")
+    page.press(Keys.ARROW_LEFT)
+    page.wait_for_path("/run/plain/time?from=4&to=5&color=work")
+    page.press("-")
+    page.wait_for_path("/run/plain/time?from=3&to=6&color=work")
+
+
 def test_behind_the_last_group_the_page_says_so_and_leads_back(page: Page) -> None:
     page.open("/run/plain/group/train.23")
     page.wait_for_text("The sum of 23 and 12 is 35.")

@@ -15,12 +15,14 @@ export function PromptView({ run, name }: { run: RunDetail; name: string }) {
   const { data, error } = useApi<PromptHistory>(runUrl(run.key, `/prompts/${encodeURIComponent(name)}`), run.key);
   const list = useRef<HTMLDivElement>(null);
   const steps = data?.steps ?? [];
-  const asked = steps.findIndex(({ step }) => String(step) === query.get("step"));
+  // A row can come more than once in a step, as groups of different epochs.
+  const [step, index] = [query.get("step"), query.get("index")];
+  const asked = steps.findIndex((place) => String(place.step) === step && (!index || String(place.index) === index));
   const cursor = asked >= 0 ? asked : steps.length - 1;
   const [kind, row] = name.split(".");
   const move = (change: number) => {
     const step = steps[Math.max(0, Math.min(steps.length - 1, cursor + change))];
-    if (step) setQuery({ step: step.step });
+    if (step) setQuery({ step: step.step, index: step.index });
   };
   const shown = steps[cursor];
   const openGroup = () =>
@@ -70,7 +72,7 @@ export function PromptView({ run, name }: { run: RunDetail; name: string }) {
                 low={low}
                 high={high}
                 current={place === cursor}
-                onChoose={() => setQuery({ step: step.step })}
+                onChoose={() => setQuery({ step: step.step, index: step.index })}
               />
             ))}
           </div>
@@ -111,7 +113,7 @@ function StepLine({
       <span>step {step.step}</span>
       <span class="number">{formatFixed(step.mean)}</span>
       <span class="dots" aria-label={step.samples.map(({ reward }) => formatFixed(reward, 2)).join(", ")}>
-        {step.samples.slice(0, 8).map(({ id, reward }) => (
+        {step.samples.slice(0, 10).map(({ id, reward }) => (
           <i
             key={id}
             title={formatFixed(reward)}

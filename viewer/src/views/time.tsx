@@ -207,8 +207,9 @@ function Lanes({ spans, byWork, onHover, onPick }: LanesProps) {
   const { height } = packed;
   const left = (time: number) => LEFT + ((time - start) / (end - start)) * (width - LEFT - 12);
   useEffect(() => {
-    const observer = new ResizeObserver(() => setWidth(canvas.current!.parentElement!.clientWidth));
-    observer.observe(canvas.current!.parentElement!);
+    const element = canvas.current!.parentElement!;
+    const observer = new ResizeObserver(() => setWidth(element.clientWidth));
+    observer.observe(element);
     return () => observer.disconnect();
   }, []);
   useEffect(() => {
