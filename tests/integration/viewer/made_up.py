@@ -217,7 +217,11 @@ def write_hostile_run(folder: Path) -> None:
         }
     samples[1]["reward"] = math.nan
     long = make_sample("train", 1, 2, 0, "Ten words or so are said here. \n" * 1_150)
-    write_file(folder, "train", 1, [*samples, long])
+    nothing = make_sample("train", 1, 4, 0, "") | {"reason": "the sampler was gone", "length": 0}
+    nothing |= {"tokens": [], "loss_mask": [], "versions": [], "seeds": [], "prompt_len": 0}
+    for name in ("behavior_logprobs", "policy_logprobs", "ratios", "clipped"):
+        nothing[name] = None
+    write_file(folder, "train", 1, [*samples, long, nothing])
     record = {"type": "train", "step": 1, "rollout/reward": math.nan, SCRIPT: 1.0}
     append(folder / "metrics.jsonl", record)
     warning = {"type": "event", "time": BEGAN, "step": 1, "name": "warning", "text": SCRIPT}

@@ -248,6 +248,7 @@ def test_36000_tokens_are_on_the_page_line_by_line(page: Page) -> None:
 
 HOSTILE_VIEWS = (
     *("curves", "curves?search=script", "time", "samples", "samples?search=script", "config"),
+    *("sample/train.1.4.0.0", "sample/train.1.4.0.0?view=tokens", "group/train.4"),
     *("group/train.0", "prompts", "prompt/train.0", "sample/train.1.0.5.0"),
     *(f"sample/train.1.0.{place}.0?view=conversation" for place in (0, 1, 2, 3, 7)),
     *(f"sample/train.1.0.{place}.0?view=tokens" for place in (0, 1, 2, 3, 7)),

@@ -7,7 +7,7 @@ import { useKeys } from "../keys";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
 import { colorNames } from "../scales";
 import { Outcome } from "../signs";
-import { copyText, Failure, Line, Text } from "../text";
+import { copyText, Empty, Failure, Line, Text } from "../text";
 import { TokenCard, TokenView } from "../tokens";
 import { AskAgain } from "./again";
 import { groupOf } from "./samples";
@@ -126,6 +126,9 @@ function Conversation({ sample }: { sample: Sample }) {
     () => [...new Set(sample.tokens.special.flatMap((token) => sample.tokens.texts[token] || []))],
     [sample],
   );
+  if (sample.parts.length === 0) {
+    return <Empty title="Nothing was sampled">{sample.reason && <Line text={sample.reason} />}</Empty>;
+  }
   return (
     <div class="view" tabIndex={0} aria-label="Conversation">
       <div class="conversation">
