@@ -7,8 +7,7 @@ export type Bindings = Record<string, [label: string, action: () => void]>;
 const stack: { current: Bindings }[] = [];
 
 function isTyping(target: EventTarget | null): boolean {
-  const element = target as HTMLElement | null;
-  return !!element?.matches("input:not([type=checkbox]), textarea, select");
+  return target instanceof Element && target.matches("input:not([type=checkbox]), textarea, select");
 }
 
 function press(event: KeyboardEvent): void {

@@ -136,21 +136,30 @@ function Strip({
   );
 }
 
+let characterWidth = 0;
+
+/** Pixels of a character of the token view's font. */
+function measureCharacter(box: HTMLElement): number {
+  const probe = document.createElement("span");
+  probe.className = "token-line";
+  probe.textContent = "0".repeat(100);
+  probe.style.width = "max-content";
+  probe.style.right = "auto";
+  box.append(probe);
+  const width = (probe.getBoundingClientRect().width - MARGIN) / 100;
+  probe.remove();
+  return width;
+}
+
 function useColumns(box: { current: HTMLDivElement | null }): number {
   const [columns, setColumns] = useState(0);
   useLayoutEffect(() => {
     const element = box.current!;
     const measure = () => {
-      const probe = document.createElement("span");
-      probe.className = "token-line";
-      probe.textContent = "0".repeat(100);
-      probe.style.width = "max-content";
-      probe.style.right = "auto";
-      element.append(probe);
-      const character = (probe.getBoundingClientRect().width - MARGIN) / 100;
-      probe.remove();
-      setColumns(Math.max(20, Math.floor((element.clientWidth - MARGIN - 24) / character)));
+      characterWidth ||= measureCharacter(element);
+      setColumns(Math.max(20, Math.floor((element.clientWidth - MARGIN - 24) / characterWidth)));
     };
+    measure();
     const observer = new ResizeObserver(measure);
     observer.observe(element);
     return () => observer.disconnect();

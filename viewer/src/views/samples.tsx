@@ -196,7 +196,7 @@ function makeColumns(run: RunDetail, rescored: string | null, room: number): Col
       hint: "Seconds of sampling",
       render: (row: SampleRow) => formatFixed(row.sample_s, 2),
     },
-    room > 1 && {
+    room > (rescored ? 2 : 1) && {
       name: "prompt",
       title: "Prompt, its end",
       width: "minmax(200px, 1fr)",
