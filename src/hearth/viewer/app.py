@@ -66,6 +66,12 @@ class Viewer:
         """The samples of the run that a request names."""
         return Samples(self.database, self.run(request))
 
+    def load_ahead(self) -> None:
+        """Load the samples of the run that was named, if it is one, before they are asked for."""
+        runs = self.library.runs()
+        if len(runs) == 1:
+            self.database.samples(runs[0])
+
     async def answer(self, ask: Answer, request: Request) -> Any:
         """What ``ask`` returns, on a thread; a few at a time, so that memory is bounded."""
         async with self._room:
@@ -78,7 +84,9 @@ def create_app(library: Library, key: str, cookie: str, jobs: Jobs | None = None
 
     @contextlib.asynccontextmanager
     async def live_long(_: Starlette) -> AsyncIterator[None]:
+        loading = asyncio.create_task(run_in_threadpool(viewer.load_ahead))
         yield
+        await loading
         await viewer.jobs.close()
         viewer.database.close()
 
@@ -356,8 +364,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _refuse_path(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _refuse_path(request: Request, error: Any) -> Response:
     return error_response(
         RequestError(
             f"{request.method} {request.url.path[:200]} must be asked otherwise, got "

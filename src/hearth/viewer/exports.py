@@ -49,7 +49,7 @@ def export_samples(samples: Samples, query: Mapping[str, str]) -> IO[bytes]:
 
 def _write_csv(file: IO[bytes], samples: Samples, places: list[int]) -> None:
     columns = ", ".join(f'"{name}"' for name in ROW_COLUMNS)
-    writer: pa_csv.CSVWriter | None = None
+    writer: Any = None
     for part in _parts(places) or [[]]:
         source, values = samples.table.texts(part)
         sql = (
@@ -71,7 +71,7 @@ def _write_parquet(file: IO[bytes], samples: Samples, places: list[int]) -> None
         path = samples.table.path_of(place)
         if path is not None:
             by_path.setdefault(str(path), []).append(place % 2**32)
-    writer: pq.ParquetWriter | None = None
+    writer: Any = None
     sql = (
         "SELECT * EXCLUDE (file_row_number) FROM read_parquet(?, file_row_number = true) "
         "WHERE file_row_number IN (SELECT unnest(?))"

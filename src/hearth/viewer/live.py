@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
@@ -31,7 +31,7 @@ class Live:
         self._watcher: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    async def listen(self) -> AsyncIterator[bytes]:
+    async def listen(self) -> AsyncGenerator[bytes]:
         """Server-sent events, until the listener leaves or the viewer ends.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hearth.errors import NotFoundError, RequestError
-from hearth.viewer.samples import MOST_LISTED, Samples, escape_pattern, parse_count
+from hearth.viewer.samples import MOST_LISTED, Filters, Samples, parse_count
 
 SOLVED = 0.5
 """A reward above this counts as a right answer, as in the evaluations' accuracy."""
@@ -30,7 +30,7 @@ def list_prompts(samples: Samples, query: Mapping[str, str]) -> dict[str, Any]:
     if query.get("kind"):
         condition, values = "kind = ?", [query["kind"]]
     if query.get("search"):
-        found = samples.find_text("(?is)" + escape_pattern(query["search"][:1000]), "prompt")
+        found = samples.find_text(Filters.parse({"search": query["search"], "in": "prompt"}))
         condition += f" AND place IN (SELECT place FROM {found})"
     # The mean of each step first, so that a step counts once however many answers it has.
     sql = f"""SELECT kind, row, count(*) AS times, arg_min(mean, step) AS first_reward,
