@@ -77,6 +77,7 @@ def make_sample(kind: Kind, step: int, index: int, completion: int, text: str) -
         "ratios": by_token(math.exp(0.01)),
         "clipped": [place == first + 1 for place in range(count)],
         "versions": [int(value) for value in by_token(step - 1, -1)],
+        "version": step - 1,
         "advantage": (1.0 if right else -0.5) if outcome == "trained" else None,
         "reward": float(right),
         "reward_parts": [("correct", float(right)), ("form", 0.5)],
