@@ -99,6 +99,7 @@ def measure_views(page: Chromium, key: str, long_sample: str) -> dict[str, float
     count = "document.querySelector('.toolbar .small').innerText"
     rows = "document.querySelector('.table-row') && !document.querySelector('.ghost')"
     charts = "document.querySelectorAll('.uplot canvas').length === 12"
+    histograms = "document.querySelectorAll('.histogram rect.count').length > 40"
     found: dict[str, float] = {}
     found["runs, first paint"] = median(lambda _: page.load("/runs", rows) and page.first_paint())
     found["curves, first paint"] = median(
@@ -131,11 +132,16 @@ def measure_views(page: Chromium, key: str, long_sample: str) -> dict[str, float
     found["search in all texts"] = median(search)
     token = "document.querySelector('.token')"
 
-    def open_tokens(_: int) -> float:
-        page.load(f"/run/{key}/samples", rows)
+    def open_tokens(number: int) -> float:
+        settled = f"{rows} && {histograms}"
+        if number == 0:
+            page.load(f"/run/{key}/samples", settled)
+        else:
+            page.time_ms(FOLLOW.format(f"/run/{key}/samples"), settled)
         url = f"/run/{key}/sample/{quote(long_sample)}?view=tokens"
         return page.time_ms(FOLLOW.format(url), token)
 
+    found["open 36,000 tokens, on a new page"] = median(lambda _: open_tokens(0))
     found["open 36,000 tokens"] = median(open_tokens)
     heap, process = page.memory_mb()
     found["heap, MB"], found["process, MB"] = round(heap, 1), round(process, 1)

@@ -1,5 +1,5 @@
 // The server's answers, typed as docs/viewer.md describes them, and how views ask for them.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { onGrowth } from "./live";
 
 export type Value = number | null;
@@ -238,7 +238,8 @@ export function useApi<T>(url: string | null, live?: string): Answer<T> {
     url: null,
   });
   const stale = useRef(false);
-  useEffect(() => {
+  // Asked for before the next frame is drawn, not after it.
+  useLayoutEffect(() => {
     if (url === null) return;
     const abort = new AbortController();
     let busy = false;

@@ -1,5 +1,5 @@
 // Long lists come in pages: what is in sight is asked for, what was seen is kept.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { fetchJson } from "./api";
 import { onGrowth } from "./live";
 
@@ -52,7 +52,8 @@ export function usePages<Row>(url: string, run: string): Pages<Row> {
     for (let page = Math.floor(first / SIZE); page <= Math.floor(last / SIZE); page++)
       if (!asked.current.has(page)) void ask(page);
   };
-  useEffect(() => {
+  // Asked for before the next frame is drawn, not after it.
+  useLayoutEffect(() => {
     current.current = url;
     asked.current = new Set();
     sight.current = [0, 40];

@@ -174,7 +174,7 @@ function Lines({ sample, scale, cursor, onCursor, onHover }: { scale: Scale | nu
     () => (columns ? layOut(sample.tokens, columns) : { lines: [], lineOf: new Int32Array() }),
     [sample.tokens, columns],
   );
-  const [view, setView] = useState({ top: 0, height: 800 });
+  const [view, setView] = useState({ top: 0, height: 400 });
   const special = useMemo(() => new Set(sample.tokens.special), [sample.tokens]);
   useLayoutEffect(() => {
     const element = box.current!;
@@ -228,8 +228,8 @@ function Lines({ sample, scale, cursor, onCursor, onHover }: { scale: Scale | nu
     const element = (event.target as Element).closest<HTMLElement>(".token");
     return element ? Number(element.dataset["token"]) : null;
   };
-  const first = Math.max(0, Math.floor(view.top / LINE) - 6);
-  const end = Math.min(layout.lines.length, Math.ceil((view.top + view.height) / LINE) + 6);
+  const first = Math.max(0, Math.floor(view.top / LINE) - 2);
+  const end = Math.min(layout.lines.length, Math.ceil((view.top + view.height) / LINE) + 2);
   return (
     <div
       ref={box}
