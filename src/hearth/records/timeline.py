@@ -165,7 +165,7 @@ def _parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
     for line in content.splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("type"), str):
             yield entry

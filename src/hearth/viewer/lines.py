@@ -95,11 +95,10 @@ def parse_object(text: bytes) -> dict[str, Any] | None:
     try:
         content = orjson.loads(text)
     except orjson.JSONDecodeError:
-        if b"NaN" not in text and b"Infinity" not in text:
-            return None
         try:
             content = json.loads(text)
-        except (ValueError, RecursionError):
+            orjson.dumps(content)  # or it could not be answered: half a surrogate pair
+        except (ValueError, TypeError, RecursionError):
             return None
     return content if isinstance(content, dict) else None
 

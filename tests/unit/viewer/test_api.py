@@ -1,8 +1,10 @@
 import asyncio
 import base64
 import io
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -456,3 +458,13 @@ def test_the_server_loads_no_torch():
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert shown.stdout.strip() == "[]", shown.stderr
+
+
+def test_the_documentation_has_every_route_and_parameter():
+    from hearth.viewer.app import ROUTES
+
+    page = Path(__file__).parents[3] / "docs" / "viewer.md"
+    lines = re.findall(r"^\| `((?:GET|POST) /api\S*)` \|([^|]*)\|", page.read_text(), re.MULTILINE)
+
+    documented = {route: set(names.split()) for route, names in lines}
+    assert documented == {route: set(names.split()) for route, names in ROUTES.items()}
