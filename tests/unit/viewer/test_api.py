@@ -468,3 +468,28 @@ def test_the_documentation_has_every_route_and_parameter():
 
     documented = {route: set(names.split()) for route, names in lines}
     assert documented == {route: set(names.split()) for route, names in ROUTES.items()}
+
+
+@pytest.mark.parametrize(
+    ("regex", "literal"),
+    [
+        ("[0-9]+ apples", " apples"),
+        ("ab?c", "a"),
+        ("abc*d", "ab"),
+        ("ab+cd", "ab"),
+        ("x{2}yz", "yz"),
+        ("[a]bc]d", "bc"),
+        (r"\d+ is \w+", " is "),
+        (r"a\.bcd", "bcd"),
+        ("a|b", ""),
+        ("[[:alpha:]x]yz", ""),
+        ("(?i)abc", ""),
+        (r"\x{41}bc", ""),
+        (r"\Qa?b\E", ""),
+        ("[^]abc]d", "d"),
+    ],
+)
+def test_the_text_that_a_pattern_needs_is_in_all_that_it_finds(regex, literal):
+    from hearth.viewer.samples import find_literal
+
+    assert find_literal(regex) == literal
