@@ -114,6 +114,16 @@ def test_a_run_has_a_timeline_and_ends_by_itself(trial) -> None:
     assert all(entry["end"] >= entry["start"] for entry in entries if entry["type"] == "span")
     state = read_state(run.folder)
     assert (state.state, state.recipe, state.resumes) == ("ended", "rl_loop", 0)
+    spans = [entry for entry in entries if entry["type"] == "span"]
+    sampled = {(span["rows"][0], span["version"]) for span in spans if span["name"] == "sample"}
+    served = [span["version"] for span in spans if span["name"] == "weight_sync"]
+    recorded = [
+        (sample["index"], sample["version"])
+        for table in iterate_tables(run.folder, "train", ["index", "version"])
+        for sample in table.to_pylist()
+    ]
+    assert sampled == set(recorded)
+    assert served == list(range(1, len(served) + 1))
     changed = entries[0]["changed"]
     assert changed["prompt_groups_per_step"] == [1, 2]
     assert "shuffle" not in changed

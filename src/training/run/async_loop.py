@@ -111,7 +111,7 @@ class AsyncLoop(Loop[AsyncConfig]):
         try:
             with self.run.timeline.span("sync", "weight_sync"):
                 version = await self.publisher.serve(identity)
-            self.run.note_version(version, step)
+                self.run.note_version(version, step)
         except Exception as error:
             self.queue.fail(error)
             raise

@@ -64,8 +64,8 @@ class Loop(Generic[ConfigT]):
         """Publish the policy's weights: the deployment samples with them from now on."""
         with self.run.clock.span("perf/weight_sync_time"):
             await asyncio.to_thread(self.infra.syncer.save_and_hotload, f"step-{self.run.step:05d}")
+            self.run.note_version(self.infra.syncer.version, self.run.step)
         self.run.synced_step = self.run.step
-        self.run.note_version(self.infra.syncer.version, self.run.step)
 
     def before_step(self, update: PolicyUpdate) -> None:
         """To be called right before an optimizer step is asked for: the last one of an update

@@ -145,7 +145,7 @@ class Run:
 
     def note_version(self, version: int, step: int) -> None:
         """Count a weight sync: the deployment serves the weights of ``step`` as ``version``."""
-        self.version = version
+        self.version = self.timeline.version = version
         self.timeline.event("weight_sync", f"version {version}", step=step, version=version)
 
     def warn(self, line: str) -> None:
@@ -315,15 +315,24 @@ class Run:
         self.signal.see_row(outcome)
 
     def _see_sampling(self, outcome: RowOutcome) -> None:
-        """Have the timeline show when a row was sampled."""
+        """Have the timeline show when a row was sampled, and by which weights, the newest."""
         spans = [
             (drawn.started, drawn.started + (drawn.sample_s or 0.0))
             for drawn in outcome.drawn
             if drawn.started is not None
         ]
+        versions = [
+            version
+            for drawn in outcome.drawn
+            for segment in drawn.segments
+            for version, _ in segment.versions or ()
+        ]
         if spans:
             start, end = min(start for start, _ in spans), max(end for _, end in spans)
-            self.timeline.see_span("sampler", "sample", start, end, rows=[outcome.row.index])
+            facts = {"version": max(versions)} if versions else {}
+            self.timeline.see_span(
+                "sampler", "sample", start, end, rows=[outcome.row.index], **facts
+            )
 
     def mention_untrained_rows(self) -> None:
         """Say why, when the rows since the last step left nothing to train on."""
