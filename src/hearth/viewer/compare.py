@@ -61,11 +61,15 @@ def find_parting(
 
 
 def _first_metric(first: Run, second: Run) -> tuple[int, str, tuple[float, float]] | None:
-    one, two = first.metrics.train, second.metrics.train
-    names = [name for name in one.columns if name in two.columns and not name.startswith(_TIMES)]
-    for step in sorted(set(one.steps) & set(two.steps)):
+    first_steps, second_steps = first.metrics.train, second.metrics.train
+    names = [
+        name
+        for name in first_steps.columns
+        if name in second_steps.columns and not name.startswith(_TIMES)
+    ]
+    for step in sorted(set(first_steps.steps) & set(second_steps.steps)):
         for name in names:
-            values = one.at(name, step), two.at(name, step)
+            values = first_steps.at(name, step), second_steps.at(name, step)
             if values[0] != values[1]:
                 return step, name, tuple(math.nan if value is None else value for value in values)  # pyright: ignore[reportReturnType]
     return None
@@ -73,7 +77,7 @@ def _first_metric(first: Run, second: Run) -> tuple[int, str, tuple[float, float
 
 def _first_sample(first: Samples, second: Samples) -> tuple[SampleId, str] | None:
     """The first sample in which the runs differ by their tables, and in what."""
-    one, two = first.table.name, second.table.name
+    first_table, second_table = first.table.name, second.table.name
     columns = ["prompt_key", "length", "text", "finish_reason", "reward"]
     if not (first.table.has_text and second.table.has_text):
         columns = ["length", "finish_reason", "reward", "mean_logprob"]
@@ -81,9 +85,10 @@ def _first_sample(first: Samples, second: Samples) -> tuple[SampleId, str] | Non
     found = first.database.query(
         f"SELECT {_IDS}, a.place IS NULL, b.place IS NULL, "
         + ", ".join(f"a.{name} IS DISTINCT FROM b.{name}" for name in columns)
-        + f" FROM {one} a FULL JOIN {two} b USING ({_IDS}) "
-        f"WHERE ({differs}) AND step <= (SELECT least((SELECT max(step) FROM {one}), "
-        f"(SELECT max(step) FROM {two}))) ORDER BY step, kind, index, completion, segment LIMIT 1"
+        + f" FROM {first_table} a FULL JOIN {second_table} b USING ({_IDS}) "
+        f"WHERE ({differs}) AND step <= (SELECT least((SELECT max(step) FROM {first_table}), "
+        f"(SELECT max(step) FROM {second_table}))) ORDER BY step, kind, index, "
+        "completion, segment LIMIT 1"
     )
     if not found:
         return None
@@ -102,8 +107,11 @@ def _describe_sample(
     place = {"step": sample.step, "sample": str(sample)}
     if what.startswith("missing"):
         return {**place, "reason": f"sample {sample} is {what}"}
-    one, two = reader.read_record(first, sample), reader.read_record(second, sample)
-    ids = one["tokens"].tolist(), two["tokens"].tolist()
+    first_record, second_record = (
+        reader.read_record(first, sample),
+        reader.read_record(second, sample),
+    )
+    ids = first_record["tokens"].tolist(), second_record["tokens"].tolist()
     token = next(
         (at for at, pair in enumerate(zip(*ids, strict=False)) if pair[0] != pair[1]),
         min(len(ids[0]), len(ids[1])) if len(ids[0]) != len(ids[1]) else None,
@@ -112,15 +120,15 @@ def _describe_sample(
         return {
             **place,
             "reason": f"the tokens of sample {sample} are equal, its {what} is "
-            f"{one.get(what)} and {two.get(what)}",
+            f"{first_record.get(what)} and {second_record.get(what)}",
         }
     spelled = [
-        repr(reader.vocabulary(run).decode(numbers[token : token + 1]))
+        f"{reader.vocabulary(run).decode(numbers[token : token + 1])!r} (id {numbers[token]})"
         if token < len(numbers)
         else "its end"
         for run, numbers in zip((first, second), ids, strict=True)
     ]
-    where = "the prompt" if token < one["prompt_len"] else "the completion"
+    where = "the prompt" if token < first_record["prompt_len"] else "the completion"
     return {
         **place,
         "token": token,

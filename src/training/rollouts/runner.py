@@ -24,7 +24,6 @@ from training.rewards.scoring import gather_or_cancel
 from training.rollouts.failures import CircuitBreaker, RetryLimits, is_recoverable, with_retries
 from training.rollouts.sampler import RolloutContext, current_rollout
 from training.rollouts.thread import describe_place
-from training.samples.drawn import Drawn, drawn_failure, drawn_run
 from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
 from training.samples.rollout import (
     OPTIONAL_ARGUMENTS,
@@ -33,6 +32,7 @@ from training.samples.rollout import (
     RolloutRun,
     collect_runs,
 )
+from training.samples.trajectories import SampledTrajectory, failed_trajectory, trajectory_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RowTrajectories:
     runs: list[RolloutRun]
     failed: int
     """Rollouts that failed or returned nothing."""
-    drawn: Sequence[Drawn] = ()
+    sampled_trajectories: Sequence[SampledTrajectory] = ()
     """All that was sampled, and why there is not more."""
 
 
@@ -79,7 +79,7 @@ class _RolloutReturn:
     runs: list[RolloutRun]
     row_meta: dict[str, Any] | None = None
     error: Exception | None = None
-    drawn: Sequence[Drawn] = ()
+    sampled_trajectories: Sequence[SampledTrajectory] = ()
 
 
 GroupMaker = Callable[[Submission, list[RolloutRun], dict[str, Any] | None], PromptGroup]
@@ -112,7 +112,7 @@ class Rollouts:
         self._accepts = accepts
         self._credit = credit
         self.breaker = CircuitBreaker()
-        self.drawn: dict[int, list[Drawn]] = {}
+        self.sampled_trajectories: dict[int, list[SampledTrajectory]] = {}
         """The trajectories of each finished rollout, for each row that is running."""
         self._calls: dict[asyncio.Task[Any], str] = {}
 
@@ -131,7 +131,9 @@ class Rollouts:
         return RowTrajectories(
             [run for sample in returns for run in sample.runs],
             failed=sum(not sample.runs for sample in returns),
-            drawn=[drawn for sample in returns for drawn in sample.drawn],
+            sampled_trajectories=[
+                trajectory for sample in returns for trajectory in sample.sampled_trajectories
+            ],
         )
 
     def places(self, limit: int) -> list[str]:
@@ -144,14 +146,14 @@ class Rollouts:
 
     async def _run_rollouts(self, submitted: Submission) -> list[_RolloutReturn]:
         index = submitted.row.index
-        self.drawn[index] = []
+        self.sampled_trajectories[index] = []
         samples = range(self._config.completions_per_prompt)
         try:
             return await gather_or_cancel(
                 [self._run_rollout(submitted, sample) for sample in samples]
             )
         finally:
-            self.drawn.pop(index, None)
+            self.sampled_trajectories.pop(index, None)
 
     async def _run_rollout(self, submitted: Submission, sample: int) -> _RolloutReturn:
         where, began = f"{submitted.place}, sample {sample}", time.time()
@@ -160,10 +162,12 @@ class Rollouts:
         except Exception as error:
             if not is_recoverable(error):
                 raise
-            return _RolloutReturn([], error=error, drawn=[drawn_failure(error, began)])
+            return _RolloutReturn(
+                [], error=error, sampled_trajectories=[failed_trajectory(error, began)]
+            )
         if returns.runs:
             self.breaker.record_success()
-            self.drawn[submitted.row.index].extend(returns.drawn)
+            self.sampled_trajectories[submitted.row.index].extend(returns.sampled_trajectories)
         return returns
 
     @contextlib.contextmanager
@@ -201,8 +205,12 @@ class Rollouts:
         return _RolloutReturn(
             runs,
             returned.row_meta if isinstance(returned, Rollout) else None,
-            drawn=[drawn_run(run, began, context.seen) for run in runs]
-            or [Drawn(fate="failed", reason="its rollout returned nothing", started=began)],
+            sampled_trajectories=[trajectory_of_run(run, began, context.seen) for run in runs]
+            or [
+                SampledTrajectory(
+                    fate="failed", reason="its rollout returned nothing", started=began
+                )
+            ],
         )
 
     def _select_arguments(self, row: IndexedRow, sample: int) -> dict[str, Any]:
@@ -272,15 +280,19 @@ class Rollouts:
             empty_samples=sum(not sample.runs and sample.error is None for sample in returns),
             example=_example(runs) if runs else None,
             parsed=[run.parsed for run in runs if run.parsed is not None],
-            drawn=[self._judge(drawn) for sample in returns for drawn in sample.drawn],
+            sampled_trajectories=[
+                self._judge(trajectory)
+                for sample in returns
+                for trajectory in sample.sampled_trajectories
+            ],
             row_meta=row_meta,
         )
 
-    def _judge(self, drawn: Drawn) -> Drawn:
-        is_cut = bool(drawn.segments) and drawn.segments[-1].finish_reason == "length"
+    def _judge(self, trajectory: SampledTrajectory) -> SampledTrajectory:
+        is_cut = bool(trajectory.segments) and trajectory.segments[-1].finish_reason == "length"
         if is_cut and self._config.truncated_completions == "drop":
-            return replace(drawn, fate="truncated", reason="cut at max_completion_tokens")
-        return drawn
+            return replace(trajectory, fate="truncated", reason="cut at max_completion_tokens")
+        return trajectory
 
     def _is_trained(self, run: RolloutRun) -> bool:
         return self._config.truncated_completions == "score" or not _is_truncated(run)

@@ -233,11 +233,12 @@ def count_outcome(run: Run, outcome: RowOutcome, rollouts: Rollouts) -> None:
         NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
     """
     if outcome.dropped == "stale":
-        finished = list(rollouts.drawn.get(outcome.row.index, ()))
+        finished = list(rollouts.sampled_trajectories.get(outcome.row.index, ()))
         run.stats.stale_lengths.extend(
-            sum(segment.completion_len for segment in drawn.segments) for drawn in finished
+            sum(segment.completion_len for segment in trajectory.segments)
+            for trajectory in finished
         )
-        outcome = replace(outcome, drawn=finished)
+        outcome = replace(outcome, sampled_trajectories=finished)
     if outcome.group is None and outcome.dropped != "filtered":
         reason = outcome.error or "no error"
         logger.warning("row %d is dropped (%s): %s", outcome.row.index, outcome.dropped, reason)

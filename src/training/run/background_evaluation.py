@@ -125,7 +125,7 @@ class BackgroundEvaluation:
         return EvalResult(
             samples,
             failed_samples=sum(row.failed for row in sampled),
-            drawn=[row.drawn for row in sampled],
+            sampled_trajectories=[row.sampled_trajectories for row in sampled],
         )
 
 

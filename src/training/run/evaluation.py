@@ -17,9 +17,9 @@ from training.rewards.scoring import AnyReward, gather_or_cancel, scored
 from training.rollouts.failures import RetryLimits, with_retries
 from training.rollouts.sampler import get_versions
 from training.run.pass_at_k import pass_rates
-from training.samples.drawn import Drawn
 from training.samples.reward_metrics import CORRECT, parse_metrics
-from training.samples.scoring import drawn_completion
+from training.samples.scoring import trajectory_of_completion
+from training.samples.trajectories import SampledTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class EvalResult:
     """Answers left out, since their reward function failed."""
     failed_samples: int = 0
     """Samples left out, since they failed or gave nothing."""
-    drawn: Sequence[Sequence[Drawn]] = ()
+    sampled_trajectories: Sequence[Sequence[SampledTrajectory]] = ()
     """All that was sampled for each row, those without a reward too."""
 
     @property
@@ -149,7 +149,7 @@ async def evaluate(
             ),
         )
 
-    async def judge(place: int, row: Row) -> tuple[list[EvalSample], list[Drawn]]:
+    async def judge(place: int, row: Row) -> tuple[list[EvalSample], list[SampledTrajectory]]:
         try:
             completions = await sample(place, row)
             scores = await scored(reward_fn, [completion.text for completion in completions], row)
@@ -162,12 +162,14 @@ async def evaluate(
             for completion, score in pairs
             if isinstance(score, Score)
         ]
-        return judged, [drawn_completion(completion, score) for completion, score in pairs]
+        return judged, [trajectory_of_completion(completion, score) for completion, score in pairs]
 
     parts = await gather_or_cancel([judge(place, row) for place, row in enumerate(rows)])
     samples = [sample for judged, _ in parts for sample in judged]
-    drawn = [of_row for _, of_row in parts]
-    return EvalResult(samples, sum(map(len, drawn)) - len(samples), drawn=drawn)
+    trajectories = [of_row for _, of_row in parts]
+    return EvalResult(
+        samples, sum(map(len, trajectories)) - len(samples), sampled_trajectories=trajectories
+    )
 
 
 def completion_judged(

@@ -20,9 +20,9 @@ from hearth.records.layout import OUTCOMES, Kind
 from hearth.records.table import SCHEMA, make_table
 from training.data.rows import IndexedRow
 from training.run.token_bytes import TokenBytes
-from training.samples.drawn import WHY_DROPPED, Drawn, describe_error
 from training.samples.groups import PromptGroup, RowOutcome, TrainSample
 from training.samples.rollout import RolloutSample
+from training.samples.trajectories import WHY_DROPPED, SampledTrajectory, describe_error
 
 Line = dict[str, Any]
 Floats = NDArray[np.float32]
@@ -37,7 +37,7 @@ class RowRecord:
     kind: Kind
     step: int
     row: IndexedRow
-    drawn: Sequence[Drawn]
+    sampled_trajectories: Sequence[SampledTrajectory]
     fate: str
     """What became of the row's trajectories, but for those with a fate of their own."""
     reason: str | None = None
@@ -48,15 +48,15 @@ class RowRecord:
 
 def trained_record(step: int, group: PromptGroup, outcome: RowOutcome | None) -> RowRecord:
     """The record of a group that was trained; without an outcome it has what the group knows."""
-    drawn = (outcome and outcome.drawn) or [
-        Drawn([sample.rollout for sample in samples], reward=reward)
+    trajectories = (outcome and outcome.sampled_trajectories) or [
+        SampledTrajectory([sample.rollout for sample in samples], reward=reward)
         for samples, reward in zip(group.samples, group.rewards, strict=True)
     ]
     return RowRecord(
         "train",
         step,
         group.row,
-        drawn,
+        trajectories,
         "dropped",
         "left out of its group",
         trained={id(sample.rollout): sample for sample in group.flat()},
@@ -75,7 +75,7 @@ def dropped_record(step: int, outcome: RowOutcome) -> RowRecord:
         "train",
         step,
         outcome.row,
-        outcome.drawn or [Drawn()],
+        outcome.sampled_trajectories or [SampledTrajectory()],
         dropped if dropped in OUTCOMES else "dropped",
         reason,
         row_meta=outcome.row_meta,
@@ -88,12 +88,12 @@ def make_lines(records: Sequence[RowRecord], run: str, texts: TokenBytes) -> pa.
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for record in records:
         of_row = _describe_row(record, run)
-        for number, drawn in enumerate(record.drawn):
-            of_drawn = _describe_drawn(record, drawn, number)
-            for segment in range(max(1, len(drawn.segments))):
-                line = of_row | of_drawn | {"segment": segment}
-                if drawn.segments:
-                    sample = drawn.segments[segment]
+        for number, trajectory in enumerate(record.sampled_trajectories):
+            of_trajectory = _describe_trajectory(record, trajectory, number)
+            for segment in range(max(1, len(trajectory.segments))):
+                line = of_row | of_trajectory | {"segment": segment}
+                if trajectory.segments:
+                    sample = trajectory.segments[segment]
                     line |= _describe_sample(sample, texts, prompts)
                     line |= _describe_training(record, sample)
                 else:
@@ -132,18 +132,18 @@ def _describe_row(record: RowRecord, run: str) -> Line:
     }
 
 
-def _describe_drawn(record: RowRecord, drawn: Drawn, number: int) -> Line:
-    metadata = dict(drawn.metadata)
+def _describe_trajectory(record: RowRecord, trajectory: SampledTrajectory, number: int) -> Line:
+    metadata = dict(trajectory.metadata)
     if record.row_meta:
         metadata["row_meta"] = record.row_meta
     return {
         "completion": number,
-        "outcome": drawn.fate or record.fate,
-        "reason": _clean(drawn.reason or record.reason),
-        "reward": drawn.reward,
-        "started": drawn.started,
-        "sample_s": drawn.sample_s,
-        "score_s": drawn.score_s,
+        "outcome": trajectory.fate or record.fate,
+        "reason": _clean(trajectory.reason or record.reason),
+        "reward": trajectory.reward,
+        "started": trajectory.started,
+        "sample_s": trajectory.sample_s,
+        "score_s": trajectory.score_s,
         "metadata": _to_json(metadata) if metadata else None,
     }
 
@@ -264,9 +264,13 @@ def _clean(text: str | None) -> str | None:
 
 
 def evaluation_records(
-    step: int, rows: Sequence[Mapping[str, Any]], drawn: Sequence[Sequence[Drawn]]
+    step: int,
+    rows: Sequence[Mapping[str, Any]],
+    trajectories: Sequence[Sequence[SampledTrajectory]],
 ) -> Iterator[RowRecord]:
     """The records of an evaluation: all that was sampled for each held-out row."""
-    for place, (row, of_row) in enumerate(zip(rows, drawn, strict=True)):
+    for place, (row, of_row) in enumerate(zip(rows, trajectories, strict=True)):
         where = IndexedRow(place, epoch=0, row=row, source=place)
-        yield RowRecord("eval", step, where, of_row or [Drawn(fate="failed")], "evaluated")
+        yield RowRecord(
+            "eval", step, where, of_row or [SampledTrajectory(fate="failed")], "evaluated"
+        )

@@ -45,8 +45,8 @@ from training.run.record_lines import (
     trained_record,
 )
 from training.run.token_bytes import TokenBytes
-from training.samples.drawn import Drawn
 from training.samples.groups import PromptGroup, RowOutcome
+from training.samples.trajectories import SampledTrajectory
 
 MERGED_FILES = 64
 """Files of single steps that become one."""
@@ -156,14 +156,14 @@ class Recorder:
             self._begin("train", self.step + 1, [])
 
     def begin_evaluation(
-        self, step: int, rows: Sequence[Row], drawn: Sequence[Sequence[Drawn]]
+        self, step: int, rows: Sequence[Row], trajectories: Sequence[Sequence[SampledTrajectory]]
     ) -> None:
         """Begin to write the answers of an evaluation, in place of an earlier one of ``step``."""
         if not self._is_on:
             return
         records = [
             record
-            for record in evaluation_records(step, rows, drawn)
+            for record in evaluation_records(step, rows, trajectories)
             if self._limits.choose("eval", record.row.index)
         ]
         self._begin("eval", step, records)

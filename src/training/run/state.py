@@ -26,8 +26,8 @@ from training.run.metrics import Display, MetricsLog
 from training.run.recorder import Recorder
 from training.run.signal import SignalWatch
 from training.run.timeline import Timeline
-from training.samples.drawn import WHY_DROPPED
 from training.samples.groups import RolloutStats, RowOutcome
+from training.samples.trajectories import WHY_DROPPED
 from training.update.kl_control import AdaptiveKL, kl_control
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Run:
     ) -> None:
         """Keep, write and show the result of an evaluation that began at ``step``."""
         self.evaluations.append((step, result))
-        self.recorder.begin_evaluation(step, self.eval_rows, result.drawn)
+        self.recorder.begin_evaluation(step, self.eval_rows, result.sampled_trajectories)
         self.recorder.finish()
         self.log.write("eval", step, {**result.metrics(), **(times or {})})
         self.timeline.event("eval", f"held-out accuracy {result.accuracy:.3f}", step=step)
@@ -317,14 +317,14 @@ class Run:
     def _see_sampling(self, outcome: RowOutcome) -> None:
         """Have the timeline show when a row was sampled, and by which weights, the newest."""
         spans = [
-            (drawn.started, drawn.started + (drawn.sample_s or 0.0))
-            for drawn in outcome.drawn
-            if drawn.started is not None
+            (trajectory.started, trajectory.started + (trajectory.sample_s or 0.0))
+            for trajectory in outcome.sampled_trajectories
+            if trajectory.started is not None
         ]
         versions = [
             version
-            for drawn in outcome.drawn
-            for segment in drawn.segments
+            for trajectory in outcome.sampled_trajectories
+            for segment in trajectory.segments
             for version, _ in segment.versions or ()
         ]
         if spans:

@@ -17,13 +17,13 @@ from hearth.sdk import RoutedModelInput, SampledCompletion
 from training.config.parts import Replay
 from training.data.rows import IndexedRow
 from training.samples.datums import align_routing, datum_from_tokens_weights, token_logprobs
-from training.samples.drawn import Drawn
 from training.samples.reward_metrics import (
     disagreement_metrics,
     group_reward_metrics,
     parse_metrics,
 )
 from training.samples.rollout import RolloutSample
+from training.samples.trajectories import SampledTrajectory
 from training.samples.turn_advantages import TurnCredit
 
 
@@ -206,7 +206,7 @@ class RowOutcome:
     """For each completion whose reward says so: whether the reward found an answer."""
     example: ExampleAnswer | None = None
     """One of the answers, trained or not."""
-    drawn: Sequence[Drawn] = field(default=(), compare=False)
+    sampled_trajectories: Sequence[SampledTrajectory] = field(default=(), compare=False)
     """All that was sampled, trained or not."""
     row_meta: Mapping[str, Any] | None = field(default=None, compare=False)
     """What the rollouts gave for the row (``Rollout.row_meta``)."""

@@ -13,7 +13,6 @@ from training.config.single_turn import SingleTurnConfig
 from training.data.rows import IndexedRow
 from training.rewards import AnyReward, Score, Unscored, disagreements, scored
 from training.samples.advantages import usable_group
-from training.samples.drawn import Drawn, describe_error
 from training.samples.groups import (
     ExampleAnswer,
     PromptGroup,
@@ -22,6 +21,7 @@ from training.samples.groups import (
     completion_sample,
 )
 from training.samples.rollout import RolloutSample
+from training.samples.trajectories import SampledTrajectory, describe_error
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ScoredRow:
     sampled: SampledRow
     samples: Sequence[RolloutSample] = ()
     scores: Sequence[Score | Unscored] = ()
-    drawn: Sequence[Drawn] = ()
+    sampled_trajectories: Sequence[SampledTrajectory] = ()
     """All completions, those without a reward too."""
 
     @property
@@ -91,7 +91,8 @@ class ScoredRow:
             disagreements=disagreements(self.scores),
             example=self._example() if completions else None,
             parsed=[sample.parsed for sample in self.samples if sample.parsed is not None],
-            drawn=self.drawn or [Drawn(reason=describe_error(error) if error else reason)],
+            sampled_trajectories=self.sampled_trajectories
+            or [SampledTrajectory(reason=describe_error(error) if error else reason)],
         )
 
     def _example(self) -> ExampleAnswer:
@@ -126,22 +127,24 @@ async def score_row(
     texts = [completion.text for completion in compress(completions, is_scored)]
     scores = await scored(reward_fn, texts, sampled.row.row)
     given = iter(scores)
-    drawn = [
-        drawn_completion(completion, next(given) if has_score else None)
+    trajectories = [
+        trajectory_of_completion(completion, next(given) if has_score else None)
         for completion, has_score in zip(completions, is_scored, strict=True)
     ]
-    samples = [part.segments[0] for part in drawn if part.reward is not None]
-    return ScoredRow(sampled, samples, scores, drawn)
+    samples = [part.segments[0] for part in trajectories if part.reward is not None]
+    return ScoredRow(sampled, samples, scores, trajectories)
 
 
-def drawn_completion(completion: SampledCompletion, score: Score | Unscored | None) -> Drawn:
+def trajectory_of_completion(
+    completion: SampledCompletion, score: Score | Unscored | None
+) -> SampledTrajectory:
     """A completion of one turn with what it earned; None left it out as truncated.
 
     Raises:
         ConfigError: the deployment sent no logprobs, or not one per sampled token.
     """
     timed = partial(
-        Drawn,
+        SampledTrajectory,
         started=completion.started,
         sample_s=completion.sample_s,
         score_s=None if score is None else score.seconds,

@@ -79,7 +79,7 @@ def run_row(fn: RolloutFn, row: IndexedRow, **options: Any) -> RowOutcome:
     """The outcome of one row, submitted at version 2 while the deployment served version 5."""
     rollouts = rollouts_of(fn, **options)
     done = run_virtual(lambda: rollouts.run_row(Submission(row, version=2, weight_version=5)))
-    assert rollouts.drawn == {}
+    assert rollouts.sampled_trajectories == {}
     return done
 
 

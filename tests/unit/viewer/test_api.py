@@ -321,7 +321,7 @@ async def test_two_runs_with_equal_numbers_part_where_their_tokens_do(tmp_path):
         made_up.encode("<|im_start|>user\nWhat is 5 + 5?<|im_end|>\n<|im_start|>assistant\n")
     )
     assert parts["token"] == prompt + len("The sum of 5 and 5 is 10")
-    assert "'.' in one and ' ' in two" in parts["reason"]
+    assert "'.' (id 48) in one and ' ' (id 34) in two" in parts["reason"]
     assert same is None
 
 

@@ -458,7 +458,7 @@ def test_cancelling_a_row_cancels_its_rollouts():
     run_virtual(main)
 
     assert ended == [3.0, 3.0]
-    assert rollouts.drawn == {}
+    assert rollouts.sampled_trajectories == {}
 
 
 def test_a_rollout_that_takes_too_long_is_tried_again():
@@ -547,8 +547,13 @@ def test_finished_rollouts_are_known_while_the_row_runs():
         seen: list[list[int]] = []
         for _ in range(3):
             await asyncio.sleep(0.9)
-            finished = rollouts.drawn[13]
-            seen.append([sum(part.completion_len for part in drawn.segments) for drawn in finished])
+            finished = rollouts.sampled_trajectories[13]
+            seen.append(
+                [
+                    sum(part.completion_len for part in trajectory.segments)
+                    for trajectory in finished
+                ]
+            )
         await task
         return seen
 

@@ -24,8 +24,8 @@ from training.run.recorder import (
     set_samples_aside,
 )
 from training.run.token_bytes import TokenBytes
-from training.samples.drawn import Drawn
 from training.samples.groups import PromptGroup, RowOutcome
+from training.samples.trajectories import SampledTrajectory
 
 TOKENS = TokenBytes([bytes([65 + number]) for number in range(12)], frozenset())
 Open = Callable[..., Any]
@@ -50,8 +50,10 @@ def train(recorder: Recorder, step: int, *indices: int) -> None:
 
 
 def outcome_of(group: PromptGroup) -> RowOutcome:
-    drawn = [Drawn([sample.rollout], reward=sample.rollout.reward) for sample in group.flat()]
-    return RowOutcome(group.row, group, drawn=drawn)
+    trajectories = [
+        SampledTrajectory([sample.rollout], reward=sample.rollout.reward) for sample in group.flat()
+    ]
+    return RowOutcome(group.row, group, sampled_trajectories=trajectories)
 
 
 def drop(recorder: Recorder, index: int, reason: str = "uniform") -> None:
@@ -155,7 +157,7 @@ def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path: Path, opening:
         for step in (*range(MERGED_FILES + 1), 3):
             reward = 0.25 if step != 3 or recorder.step else 0.5
             recorder.step = step
-            recorder.begin_evaluation(step, rows, [[Drawn(reward=reward)]])
+            recorder.begin_evaluation(step, rows, [[SampledTrajectory(reward=reward)]])
             recorder.finish()
 
     assert len(places(tmp_path, "eval")) == MERGED_FILES + 1

@@ -23,7 +23,7 @@ WHY_DROPPED = {
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTrajectory:
     """One trajectory as it was sampled and judged; without ``segments`` nothing was sampled."""
 
     segments: Sequence[RolloutSample] = ()
@@ -41,12 +41,14 @@ class Drawn:
     """What its rollout gave beside."""
 
 
-def drawn_failure(error: Exception, started: float | None = None) -> Drawn:
+def failed_trajectory(error: Exception, started: float | None = None) -> SampledTrajectory:
     """A trajectory that came to nothing."""
-    return Drawn(fate="failed", reason=describe_error(error), started=started)
+    return SampledTrajectory(fate="failed", reason=describe_error(error), started=started)
 
 
-def drawn_run(run: RolloutRun, started: float, completions: Sequence[SampledCompletion]) -> Drawn:
+def trajectory_of_run(
+    run: RolloutRun, started: float, completions: Sequence[SampledCompletion]
+) -> SampledTrajectory:
     """A trajectory of a rollout function that began at ``started`` (unix time).
 
     ``completions`` are those that the rollout's sampler has seen; without any, the whole rollout
@@ -56,7 +58,7 @@ def drawn_run(run: RolloutRun, started: float, completions: Sequence[SampledComp
     metadata = {
         name: value for name, value in (("run_id", run.run_id), ("metadata", run.metadata)) if value
     }
-    return Drawn(
+    return SampledTrajectory(
         run.segments,
         reward=run.reward,
         started=completions[0].started if completions else started,
