@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from hearth.files import explain_refusals, fsync
 
@@ -118,10 +119,10 @@ _ENCODINGS: dict[str, Any] = {
 }
 
 
-def make_table(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
+def make_table(columns: Mapping[str, Any]) -> pa.Table:
     """Samples by column, with all columns of ``SCHEMA``; one that is not given is null everywhere.
 
-    Values by token are numpy arrays or lists, or None.
+    Values by token are numpy arrays or lists, or None. A column may also be an arrow array.
     """
     count = len(next(iter(columns.values()), ()))
     arrays: list[pa.Array] = []
@@ -129,6 +130,8 @@ def make_table(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
         values = columns.get(field.name)
         if values is None:
             arrays.append(pa.nulls(count, field.type))
+        elif isinstance(values, pa.Array):
+            arrays.append(values.cast(field.type))
         elif pa.types.is_list(field.type):
             arrays.append(_make_lists(values, field.type))
         else:
@@ -138,17 +141,31 @@ def make_table(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 def _make_lists(values: Sequence[Any], kind: pa.ListType) -> pa.Array:
     """One array of all elements: many times as fast as one Python list after the other."""
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
     dtype = kind.value_type.to_pandas_dtype()
     given = [np.asarray(value, dtype) for value in values if value is not None]
     elements = np.concatenate(given) if given else np.empty(0, dtype)
-    missing = np.array([value is None for value in values], bool)
+    lengths = np.array([0 if value is None else len(value) for value in values], np.int64)
+    return make_list_array(
+        elements, lengths, np.array([value is not None for value in values], bool)
+    )
+
+
+def make_list_array(
+    elements: NDArray[Any], lengths: NDArray[np.int64], is_given: NDArray[np.bool_] | None = None
+) -> pa.Array:
+    """Lists of the given lengths, whose elements stand end to end in ``elements``.
+
+    Where ``is_given`` is false there is no list, and ``elements`` has nothing of it.
+    """
+    if is_given is not None:
+        lengths = np.where(is_given, lengths, 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    values = pa.array(elements, from_pandas=False)
     return pa.ListArray.from_arrays(
         offsets,
-        pa.array(elements, kind.value_type, from_pandas=False),
-        type=kind,
-        mask=pa.array(missing) if missing.any() else None,
+        values,
+        type=pa.list_(pa.field("element", values.type)),
+        mask=None if is_given is None or is_given.all() else pa.array(~is_given),
     )
 
 

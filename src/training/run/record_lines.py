@@ -1,6 +1,6 @@
 """From what became of a row to the lines that are written of it, in the columns of hearth.records.
 
-Arrays there have one value per token. The training's are target-aligned and become so here.
+``record_tokens`` has the columns with one value per token.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import orjson
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from hearth.records.layout import OUTCOMES, Kind
 from hearth.records.table import SCHEMA, make_table
 from training.data.rows import IndexedRow
+from training.run.record_tokens import SampleTokens
 from training.run.token_bytes import TokenBytes
 from training.samples.groups import PromptGroup, RowOutcome, TrainSample
 from training.samples.rollout import RolloutSample
 from training.samples.trajectories import WHY_DROPPED, SampledTrajectory, describe_error
 
 Line = dict[str, Any]
-Floats = NDArray[np.float32]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -84,38 +82,36 @@ def dropped_record(step: int, outcome: RowOutcome) -> RowRecord:
 
 def make_lines(records: Sequence[RowRecord], run: str, texts: TokenBytes) -> pa.Table:
     """The lines of some rows as a table, in the rows' order."""
-    prompts: dict[bytes, str] = {}
-    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    lines: list[Line] = []
+    samples: list[RolloutSample | None] = []
+    trained: list[TrainSample | None] = []
     for record in records:
         of_row = _describe_row(record, run)
         for number, trajectory in enumerate(record.sampled_trajectories):
             of_trajectory = _describe_trajectory(record, trajectory, number)
-            for segment in range(max(1, len(trajectory.segments))):
-                line = of_row | of_trajectory | {"segment": segment}
-                if trajectory.segments:
-                    sample = trajectory.segments[segment]
-                    line |= _describe_sample(sample, texts, prompts)
-                    line |= _describe_training(record, sample)
-                else:
-                    line |= _NOTHING
-                for name, values in columns.items():
-                    values.append(line.get(name))
-    return make_table(columns)
+            for segment, sample in enumerate(trajectory.segments or (None,)):
+                lines.append(of_row | of_trajectory | {"segment": segment})
+                samples.append(sample)
+                trained.append(record.trained.get(id(sample)))
+    tokens = SampleTokens(samples)
+    prompts: dict[tuple[int, ...], str] = {}
+    for number, (line, sample) in enumerate(zip(lines, samples, strict=True)):
+        line |= _NOTHING if sample is None else _describe_sample(sample, texts, prompts)
+        if sample is not None:
+            written = _write_out(sample, tokens, number, texts)
+            line |= {"text": _clean(written), "tool_calls": _count_calls(written)}
+        line |= _describe_training(trained[number])
+    columns = {name: [line.get(name) for line in lines] for name in SCHEMA.names}
+    return make_table(columns | tokens.columns(trained))
 
 
 _NOTHING: Line = {
-    "tokens": (),
     "prompt_len": 0,
-    "loss_mask": (),
-    "behavior_logprobs": (),
-    "versions": (),
     "finish_reason": "",
     "text": "",
     "prompt": "",
     "seeds": (),
-    "turns": 0,
     "tool_calls": 0,
-    "length": 0,
 }
 
 
@@ -148,89 +144,38 @@ def _describe_trajectory(record: RowRecord, trajectory: SampledTrajectory, numbe
     }
 
 
-def _describe_sample(sample: RolloutSample, texts: TokenBytes, prompts: dict[bytes, str]) -> Line:
-    tokens = np.asarray(sample.tokens, np.int32)
-    mask = np.asarray(sample.loss_mask, bool)
-    behavior = np.asarray(sample.logprobs, np.float32)
-    begins = np.flatnonzero(mask[1:] & ~mask[:-1]) + 1
-    prompt = tokens[: sample.prompt_len]
-    key = prompt.tobytes()
-    if key not in prompts:
-        prompts[key] = texts.decode(prompt.tolist())
-    written = _write_out(sample, tokens, mask, begins, texts)
-    length = int(mask.sum())
+def _describe_sample(
+    sample: RolloutSample, texts: TokenBytes, prompts: dict[tuple[int, ...], str]
+) -> Line:
+    prompt = tuple(sample.tokens[: sample.prompt_len])
+    if prompt not in prompts:
+        prompts[prompt] = texts.decode(prompt)
     return {
-        "tokens": tokens,
         "prompt_len": len(prompt),
-        "loss_mask": mask,
-        "behavior_logprobs": np.where(mask, behavior, np.float32(np.nan)),
-        "versions": _spread_versions(sample, mask),
         "reward_parts": sample.reward_parts,
         "parsed": sample.parsed,
         "finish_reason": sample.finish_reason,
-        "text": _clean(written),
-        "prompt": prompts[key],
+        "prompt": prompts[prompt],
         "seeds": sample.seeds or (),
-        "turns": len(begins),
-        "tool_calls": _count_calls(written),
-        "length": length,
-        "mean_logprob": float(behavior[mask].mean()) if length else None,
         "version": max((pair[0] for pair in sample.versions or []), default=None),
     }
 
 
-def _write_out(
-    sample: RolloutSample,
-    tokens: NDArray[np.int32],
-    mask: NDArray[np.bool_],
-    begins: NDArray[np.intp],
-    texts: TokenBytes,
-) -> str:
+def _write_out(sample: RolloutSample, tokens: SampleTokens, number: int, texts: TokenBytes) -> str:
     """What the policy wrote: the given text of a single turn, else all turns, a line between."""
-    if len(begins) == 1 and sample.text:
+    if tokens.turns[number] == 1 and sample.text:
         return sample.text
-    ends = [*begins[1:], len(tokens)]
-    turns = [
-        tokens[begin:end][mask[begin:end]].tolist() for begin, end in zip(begins, ends, strict=True)
-    ]
-    return "\n".join(texts.decode(turn, with_special=False) for turn in turns) or sample.text
+    turns = (texts.decode(turn, with_special=False) for turn in tokens.turns_of(number))
+    return "\n".join(turns) or sample.text
 
 
-def _spread_versions(sample: RolloutSample, mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    versions = np.full(len(mask), -1, np.int32)
-    pairs = sample.versions or []
-    by_token = np.repeat([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-    if len(by_token) == mask.sum():
-        versions[mask] = by_token
-    return versions
-
-
-def _describe_training(record: RowRecord, sample: RolloutSample) -> Line:
-    trained = record.trained.get(id(sample))
+def _describe_training(trained: TrainSample | None) -> Line:
     if trained is None:
         return {}
-    mask = np.asarray(sample.loss_mask, bool)
     line: Line = {"outcome": "trained", "reason": None}
-    if isinstance(trained.advantage, Sequence):
-        line["token_advantages"] = _align(trained.advantage, mask)
-    else:
+    if not isinstance(trained.advantage, Sequence):
         line["advantage"] = trained.advantage
-    for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "ratios"):
-        line[name] = _align(getattr(trained, name), mask)
-    clipped = trained.clipped
-    if clipped is not None and bool((clipped.numpy() & mask[1:]).any()):
-        line["clipped"] = np.concatenate([[False], clipped.numpy() & mask[1:]])
     return line
-
-
-def _align(values: Any, mask: NDArray[np.bool_]) -> Floats | None:
-    """Target-aligned values as one for each token, NaN where nothing was sampled."""
-    if values is None:
-        return None
-    by_token = np.full(len(mask), np.nan, np.float32)
-    by_token[1:] = np.asarray(values, np.float32)
-    by_token[~mask] = np.nan
-    return by_token
 
 
 def _count_calls(text: str) -> int:
