@@ -245,7 +245,7 @@ def test_a_trainer_that_dies_each_time_in_one_phase_ends_the_run_with_what_is_kn
 
     error = " ".join(recipe.output.split())
     assert code == 1
-    assert "forward_backward must end, got a trainer that was lost 4 times over it" in error
+    assert "forward_backward must end, got a trainer that was lost 4 times meanwhile" in error
     assert "ended by SIGKILL, last phase forward_backward" in error
     assert "start the same command again" in error
     assert "Traceback" not in error
