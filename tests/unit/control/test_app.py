@@ -253,6 +253,7 @@ async def test_every_route_is_in_the_published_description(ask):
     assert named <= set(document["components"]["schemas"])
 
 
+@pytest.mark.slow
 async def test_workers_that_do_not_end_hold_up_nobody_who_reads(make_plane, make_ask, job):
     may_end = threading.Event()
 

@@ -82,6 +82,7 @@ async def test_odd_ids_are_refused_where_resources_are_made(outside, job, base):
         ("GET", "/training/v1/rlorTrainerJobs/me/ODD/api/v1/healthz"),
     ],
 )
+@pytest.mark.slow
 async def test_odd_ids_are_refused_where_resources_are_asked_for(outside, base, method, path):
     body = None
     if "promote" in path:

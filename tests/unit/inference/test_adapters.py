@@ -24,6 +24,8 @@ from hearth.sync.store import MemorySnapshotStore, Snapshot
 
 Trained = Callable[..., tuple[LoadedModel, Snapshot]]
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = [
     LoraOptions(rank=1),
     LoraOptions(rank=4, alpha=8.0, train_mlp=False),

@@ -107,6 +107,7 @@ ASKS_IDS = {"max_tokens": 12, "seed": 7}
 WITH_IDS = {"ignore_eos": True, "return_token_ids": True}
 
 
+@pytest.mark.slow
 def test_token_ids_are_told_where_vllm_tells_them(served):
     sampled = served.sample()
 
@@ -125,6 +126,7 @@ def test_token_ids_are_told_where_vllm_tells_them(served):
     assert not any(hasattr(piece, "prompt_token_ids") for piece in pieces[1:])
 
 
+@pytest.mark.slow
 def test_texts_and_conversations_are_tokenized_as_they_are_for_completions(served, tokenizer):
     hi = [{"role": "user", "content": "hi"}]
 
@@ -474,6 +476,7 @@ REFUSED_CHATS |= {
 
 
 @pytest.mark.parametrize(("name", "fields"), REFUSED_CHATS.items(), ids=REFUSED_CHATS.keys())
+@pytest.mark.slow
 def test_a_chat_that_cannot_be_had_is_refused_by_its_field(served, name, fields):
     with pytest.raises(openai.BadRequestError, match=name):
         served.chat(**fields)

@@ -458,6 +458,7 @@ def sample_as(site, client, **fields):
     )
 
 
+@pytest.mark.slow
 async def test_clients_take_turns(start):
     site = Site(start(max_slots=4))
     flood = sample_as(site, "a", n=100, max_tokens=20)
@@ -492,6 +493,7 @@ async def test_completions_that_run_and_wait_are_bounded_and_others_find_room(si
     assert (await sample_as(site, "a", n=1024, max_tokens=0)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_refused_request_leaves_the_room_that_it_took(site):
     for _ in range(40):
         answer = await sample_as(site, "a", n=1024, prompt=[1, 999])

@@ -99,6 +99,7 @@ def test_the_model_is_right_less_than_half_of_the_time_although_it_knows_better(
     assert accuracy(rows, greedy) > 0.8
 
 
+@pytest.mark.slow
 def test_most_answers_have_the_format(replies):
     _, sampled, _ = replies
 

@@ -120,6 +120,7 @@ def test_of_a_row_that_was_evaluated_twice_the_last_time_is_read(tmp_path: Path)
     assert read_group(tmp_path, "eval", 1, step=0)[0]["reward"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_large_file_is_cut_so_that_one_sample_needs_a_part_of_it(tmp_path: Path) -> None:
     tokens = np.arange(36_000)
     lines = [sample(1, number, 0, tokens=tokens, versions=tokens) for number in range(64)]
@@ -165,6 +166,7 @@ def test_the_vocabulary_has_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert vocabulary.to_bytes([2, 99]) == [b"", b""]
 
 
+@pytest.mark.slow
 def test_names_and_states_load_neither_pyarrow_nor_torch() -> None:
     program = (
         "import sys, hearth.records.layout, hearth.records.timeline\n"

@@ -135,6 +135,7 @@ def test_a_platform_that_stays_away_ends_the_wait():
     start(http.close()).result()
 
 
+@pytest.mark.slow
 def test_a_platform_that_does_not_answer_is_said_at_each_attempt(caplog):
     async def say_nothing(scope, receive, send):
         assert scope["type"] == "http", "uvicorn takes this for an app without a lifespan"

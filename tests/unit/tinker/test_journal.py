@@ -111,6 +111,7 @@ def test_a_damaged_file_is_an_error_that_names_it_and_never_another_history(
         file.write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_operations_before_a_checkpoint_go_and_recent_results_stay(tmp_path: Path) -> None:
     journal = RunJournal(tmp_path)
     for number in range(1, 601):

@@ -125,6 +125,7 @@ async def test_what_is_lost_on_the_way_is_asked_again_and_done_once(connect, tmp
     assert all(result is not None and b'"error"' not in result for result in results[0])
 
 
+@pytest.mark.slow
 async def test_a_run_that_is_read_again_goes_on_where_it_was(connect, tmp_path) -> None:
     undisturbed = make_run(connect("alone", 0.0), tmp_path / "alone")
     undisturbed.begin()

@@ -71,6 +71,7 @@ def test_a_session_that_ends_takes_its_samples_along() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_twenty_thousand_requests_leave_the_last_4096_results() -> None:
     async def run() -> None:
         samples = Samples()

@@ -381,6 +381,7 @@ def test_a_positive_old_logprob_names_its_datum(policy: Policy, datum: Any) -> N
         ("ppo", None, r"datum 0: loss_fn_inputs of ppo must hold \['logprobs', 'advantages'\]"),
     ],
 )
+@pytest.mark.slow
 def test_a_bad_loss_is_refused(
     policy: Policy, datum: Any, loss_fn: str, config: Any, message: str
 ) -> None:
@@ -411,6 +412,7 @@ def test_a_forward_only_trainer_refuses_training(make_policy: MakePolicy, datum:
         policy.forward_backward([datum([5, 6], weights=[1.0])])
 
 
+@pytest.mark.slow
 def test_a_forward_only_trainers_adapter_is_untrained_and_scores_as_a_new_policys(
     make_engine: MakeEngine, data: Data
 ) -> None:

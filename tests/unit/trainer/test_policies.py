@@ -65,6 +65,7 @@ def test_policies_share_the_base_weights_and_own_their_adapters(make_engine) -> 
     assert not adapters[0] & adapters[1]
 
 
+@pytest.mark.slow
 def test_a_removed_policy_leaves_the_others_and_makes_room(make_engine, random_data) -> None:
     engine = make_engine(max_policies=2)
     first, second = (engine.create_model(LoraOptions(rank=2, seed=seed)) for seed in (0, 1))
@@ -81,6 +82,7 @@ def test_a_removed_policy_leaves_the_others_and_makes_room(make_engine, random_d
         engine.forward(first, data)
 
 
+@pytest.mark.slow
 def test_a_client_that_says_who_it_is_replaces_its_own_policy_alone(make_engine) -> None:
     engine = make_engine(max_policies=3)
     unnamed = engine.create_model(LoraOptions(rank=2))

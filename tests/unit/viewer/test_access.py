@@ -184,6 +184,7 @@ def test_the_database_reads_nothing_but_the_named_folders(tmp_path, runs):
 @pytest.mark.parametrize(
     "name", ["search", "kind", "finish_reason", "sort", "column", "step_min", "rescored", "in"]
 )
+@pytest.mark.slow
 async def test_no_value_of_a_request_becomes_sql(viewer, name, value):
     for path in ("samples", "histogram", "prompts"):
         answer = await viewer.get(f"/api/runs/first/{path}", params={name: value})

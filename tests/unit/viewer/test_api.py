@@ -126,6 +126,7 @@ async def test_the_timeline_has_spans_of_phases_and_of_single_completions(viewer
         ({"finish_reason": "length"}, 0),
     ],
 )
+@pytest.mark.slow
 async def test_filters_choose_samples(viewer, query, total):
     page = await ask(viewer, f"{FIRST}/samples", **query, limit=3)
 
@@ -300,6 +301,7 @@ async def test_two_runs_part_at_a_sample_and_a_token(viewer):
     assert (parts["step"], parts["metric"]) == (1, "rollout/raw_reward")
 
 
+@pytest.mark.slow
 async def test_two_runs_with_equal_numbers_part_where_their_tokens_do(tmp_path):
     for name, shift in (("one", 0.0), ("two", 0.25)):
         made_up.begin(tmp_path / name)
@@ -354,6 +356,7 @@ async def test_a_report_is_one_file_without_scripts(viewer, query):
     assert "assistant" in report.text or "The sum of" in report.text
 
 
+@pytest.mark.slow
 async def test_a_run_that_grows_is_seen_at_every_step(tmp_path):
     run = tmp_path / "run"
     made_up.begin(run)
@@ -450,6 +453,7 @@ async def test_the_schema_lists_every_route(viewer):
             assert answer.status_code == (404 if "jobs" in path else 200), path
 
 
+@pytest.mark.slow
 def test_the_server_loads_no_torch():
     script = (
         "import sys, hearth.viewer.app, hearth.viewer.verb\n"

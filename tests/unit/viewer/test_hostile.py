@@ -20,6 +20,7 @@ async def ask(client, path, **query):
     return answer.json()
 
 
+@pytest.mark.slow
 async def test_hostile_texts_are_answered_as_data(tmp_path):
     made_up.write_hostile_run(tmp_path / "run")
     async with open_viewer(tmp_path / "run") as client:
@@ -138,6 +139,7 @@ async def test_a_run_that_vanishes_is_not_found_and_nothing_breaks(tmp_path):
         assert (await client.get("/api/runs")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_listeners_hear_of_a_step_within_a_second(tmp_path):
     run = tmp_path / "run"
     made_up.begin(run)

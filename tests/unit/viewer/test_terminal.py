@@ -13,6 +13,8 @@ from hearth.viewer.terminal.drawing import clean, plot, shade_logprob, shade_sig
 from hearth.viewer.terminal.samples import SamplesScreen, parse_filter
 from hearth.viewer.terminal.tokens import SampleScreen, draw_tokens
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "\x1b[31mred\x07\x9b2J\u202eback\u2028[bold]markup[/bold]\x00"
 TOKENS = [b"Q", b"\xe2", b"\x82", b"\n", b"yes", HOSTILE.encode(), b"no", b"<|end|>"]
 

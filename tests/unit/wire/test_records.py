@@ -43,6 +43,7 @@ def test_a_bad_body_names_its_field(record, body, message):
         (TrainerJob, b'{"trainingConfig":{"baseModel":"m","extraArgs":%s}}'),
     ],
 )
+@pytest.mark.slow
 def test_the_errors_of_a_body_of_many_odd_items_are_not_all_made(record, body):
     """A million of them take half a minute and half a gigabyte."""
     items = orjson.dumps([[{}]] * 10**5)

@@ -172,6 +172,7 @@ def test_a_plain_function_is_called_once_with_the_first_row(reward_fn):
     ],
     ids=["switched off", "Ray", "async", "async guarded", "capturing", "object", "ensemble"],
 )
+@pytest.mark.slow
 def test_what_may_leave_something_behind_is_not_called(reward_fn, changes):
     check(reward_fn, **changes)
 

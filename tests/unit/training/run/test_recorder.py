@@ -98,6 +98,7 @@ def test_a_row_of_which_nothing_was_sampled_has_one_line(tmp_path: Path, opening
     assert (line["length"], len(line["tokens"])) == (0, 0)
 
 
+@pytest.mark.slow
 def test_files_of_single_steps_become_one(tmp_path: Path, opening: Open) -> None:
     with opening() as recorder:
         for step in range(1, MERGED_FILES + 2):
@@ -110,6 +111,7 @@ def test_files_of_single_steps_become_one(tmp_path: Path, opening: Open) -> None
     ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_lines_of_finished_rows_alone(tmp_path: Path, opening: Open) -> None:
     with opening() as recorder:
         for step in range(1, MERGED_FILES + 2):
@@ -151,6 +153,7 @@ def test_rows_dropped_before_a_checkpoint_join_those_of_their_step(
     assert [place[:2] for place in places(tmp_path)[2:]] == [(2, 1), (2, 1), (2, 2), (2, 2)]
 
 
+@pytest.mark.slow
 def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path: Path, opening: Open) -> None:
     rows = [{"ground_truth": "4"}]
     with opening() as recorder:

@@ -114,6 +114,7 @@ def test_errors_are_kept_counted_and_the_first_is_shown(folder):
     assert "1 calls failed, the first with ValueError: not this one" in printed
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same_rewards_in_the_same_order(folder, tmp_path, monkeypatch):
     # Where other processes find it, as a module of the current folder.
     (tmp_path / "own_reward.py").write_text("def length(text, row): return len(text)")
