@@ -106,7 +106,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Hearth needs Python 3.11 or newer: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e '.[plot]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime

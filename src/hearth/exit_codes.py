@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import IntEnum
 
 from rich.console import Console
 
 from hearth.errors import HearthError
 
 
-def exit_code(run: Callable[[], object], *, interrupted: str = "") -> int:
-    """0 after ``run()``; 2 for a user's mistake, 1 for ours, 130 for Ctrl-C.
+class ExitCode(IntEnum):
+    """What the exit code of every ``hearth`` command says; docs/cli.md has the table."""
 
-    Errors are one line on stderr; ``interrupted`` is the line for Ctrl-C, if any.
+    DONE = 0
+    """It did what was asked."""
+    FAILED = 1
+    """The platform, or a check, failed."""
+    REFUSED = 2
+    """What was asked breaks a rule: a flag, a setting, a row, a name. Nothing was started."""
+    INTERRUPTED = 130
+    """Ctrl-C ended it."""
+    TERMINATED = 143
+    """SIGTERM ended it."""
+
+
+def exit_code(run: Callable[[], object], *, interrupted: str = "") -> ExitCode:
+    """The exit code after ``run()``; errors are one line on stderr.
+
+    ``interrupted`` is the line for Ctrl-C, if any.
     """
     try:
         run()
     except HearthError as error:
-        _print_error(error)
-        return 2 if error.category == "user" else 1
+        print_error(error)
+        return ExitCode.REFUSED if error.category == "user" else ExitCode.FAILED
     except KeyboardInterrupt:
         if interrupted:
-            _print_error(interrupted)
-        return 130
-    return 0
+            print_error(interrupted)
+        return ExitCode.INTERRUPTED
+    return ExitCode.DONE
 
 
-def _print_error(error: object) -> None:
+def print_error(error: object, *, label: str = "error") -> None:
+    """Print one line on stderr, in red; a ``warning`` is yellow."""
     console = Console(file=sys.stderr)
-    console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    style = "red" if label == "error" else "yellow"
+    console.print(f"{label}: {error}", style=style, highlight=False, markup=False, soft_wrap=True)

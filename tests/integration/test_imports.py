@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hearth.cli.verbs import VERBS
+
 
 @pytest.mark.parametrize(
     ("modules", "absent"),
@@ -18,6 +20,15 @@ import pytest
             id="the wire",
         ),
         pytest.param(["training.rewards"], {"torch", "math_verify"}, id="rewards"),
+        pytest.param(
+            [
+                target.partition(":")[0]
+                for name, (target, _) in VERBS.items()
+                if name not in ("train", "rescore")
+            ],
+            {"torch", "tinker", "transformers", "ray", "pyarrow", "duckdb", "textual"},
+            id="every verb but two, before it runs",
+        ),
     ],
 )
 def test_what_does_not_need_them_never_imports_heavy_libraries(

@@ -316,5 +316,5 @@ def test_the_example_trains_from_its_command_with_nothing_set_up(tmp_path, capfd
 def test_a_machine_without_the_client_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
 
-    with pytest.raises(ConfigError, match=r"pip install 'hearth\[agents\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'hearth-rl\[agents\]'"):
         check_openai()

@@ -1,6 +1,7 @@
-"""The ``hearth`` command: finds verbs by the ``hearth.verbs`` entry points, which packages may add.
+"""The ``hearth`` command: looks the verb up, imports what it needs, and runs it.
 
-A verb is a function ``(arguments: list[str]) -> int``; the first line of its docstring is its help.
+A verb is a function ``(arguments: list[str]) -> int``. Other packages add verbs by entry points of
+the group ``hearth.verbs``. Nothing is imported for the list of verbs and the version.
 """
 
 from __future__ import annotations
@@ -14,28 +15,50 @@ from rich.console import Console
 from rich.table import Table
 
 import hearth
+from hearth.cli.verbs import VERBS
+from hearth.exit_codes import ExitCode, print_error
 
 Verb = Callable[[list[str]], int]
 GROUP = "hearth.verbs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns its exit code, 2 when there is no such verb."""
+    """Run one verb; returns its exit code (``hearth.exit_codes``)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    verbs = {point.name: point for point in entry_points(group=GROUP)}
     if not given or given[0] in ("-h", "--help"):
-        _show_help(verbs)
-        return 0
-    if given[0] == "--version":
+        _show_help()
+        return ExitCode.DONE
+    if given[0] in ("-V", "--version"):
         Console().print(hearth.__version__, highlight=False)
-        return 0
-    if given[0] not in verbs:
-        message = f"error: verb must be one of {sorted(verbs)}, got {given[0]!r}"
-        Console(stderr=True).print(message, style="red", highlight=False, markup=False)
-        return 2
+        return ExitCode.DONE
+    verb = _find_entry_point(given[0])
+    if verb is None:
+        known = sorted([*VERBS, *entry_points(group=GROUP).names])
+        print_error(f"verb must be one of {known}, got {given[0]!r}")
+        return ExitCode.REFUSED
+    if not _is_ours_alone():
+        return ExitCode.REFUSED
     _set_openmp_waiting()
-    verb: Verb = verbs[given[0]].load()
-    return verb(given[1:])
+    run: Verb = verb.load()
+    return run(given[1:])
+
+
+def _find_entry_point(name: str) -> EntryPoint | None:
+    if name in VERBS:
+        return EntryPoint(name, VERBS[name].target, GROUP)
+    return next(iter(entry_points(group=GROUP, name=name)), None)
+
+
+def _is_ours_alone() -> bool:
+    """Whether ``training`` is ours; says which packages are in the way, if any."""
+    from hearth.cli.strangers import find_shadow, find_strangers
+
+    for stranger in find_strangers(sys.path):
+        print_error(stranger, label="warning")
+    shadow = find_shadow()
+    if shadow:
+        print_error(shadow)
+    return not shadow
 
 
 def _set_openmp_waiting() -> None:
@@ -48,10 +71,13 @@ def _set_openmp_waiting() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
-def _show_help(verbs: dict[str, EntryPoint]) -> None:
+def _show_help() -> None:
     table = Table(
         "verb", "what it does", box=None, title="hearth VERB --help", title_justify="left"
     )
-    for name, point in sorted(verbs.items()):
-        table.add_row(name, (point.load().__doc__ or "").strip().splitlines()[0])
+    for name, verb in VERBS.items():
+        table.add_row(name, verb.summary)
+    for point in entry_points(group=GROUP):
+        if point.name not in VERBS:
+            table.add_row(point.name, f"({point.module})")
     Console().print(table)

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from hearth.errors import NotFoundError, TransportError
 from hearth.exit_codes import exit_code
-from hearth.sdk import DeploymentManager, TrainerJobManager
 from hearth.sdk.background import start
+from hearth.sdk.deployments import DeploymentManager
+from hearth.sdk.trainers import TrainerJobManager
 from hearth.sdk.transport import Http, RetryPolicy
 from hearth.wire.base import Record
 from hearth.wire.fireworks import Deployment, DeploymentPage, TrainerJob, TrainerJobPage

@@ -141,7 +141,7 @@ def make_table(columns: Mapping[str, Any]) -> pa.Table:
 
 def _make_lists(values: Sequence[Any], kind: pa.ListType) -> pa.Array:
     """One array of all elements: many times as fast as one Python list after the other."""
-    dtype = kind.value_type.to_pandas_dtype()
+    dtype = pa.array([], kind.value_type).to_numpy(zero_copy_only=False).dtype
     given = [np.asarray(value, dtype) for value in values if value is not None]
     elements = np.concatenate(given) if given else np.empty(0, dtype)
     lengths = np.array([0 if value is None else len(value) for value in values], np.int64)

@@ -60,7 +60,7 @@ def train_and_report(log_path: str, seed: int, started: float) -> dict[str, Any]
     done = main(quickstart_config(log_path, seed))
     (_, before), (_, after) = done.evaluations[0], done.evaluations[-1]
     folder = done.log_path
-    plot = _write_plot(folder, done)
+    plot = _write_plot(folder, done) or "needs matplotlib: pip install 'hearth-rl[plot]'"
     _write_rollouts(folder / "rollouts_before.txt", before)
     _write_rollouts(folder / "rollouts_after.txt", after)
     summary: dict[str, Any] = {
@@ -77,10 +77,12 @@ def train_and_report(log_path: str, seed: int, started: float) -> dict[str, Any]
     return summary
 
 
-def _write_plot(folder: Path, done: RunSummary) -> Path:
-    """Reward per step and held-out accuracy, as ``curve.png``."""
-    import matplotlib as mpl  # half a second to import, and only needed at the end
-
+def _write_plot(folder: Path, done: RunSummary) -> Path | None:
+    """Reward per step and held-out accuracy, as ``curve.png``; None where matplotlib is missing."""
+    try:
+        import matplotlib as mpl  # half a second to import, and only needed at the end
+    except ModuleNotFoundError:
+        return None
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -125,7 +127,11 @@ def _readable(sample: EvalSample) -> str:
 
 
 def _print_table(
-    done: RunSummary, before: EvalResult, after: EvalResult, summary: dict[str, Any], plot: Path
+    done: RunSummary,
+    before: EvalResult,
+    after: EvalResult,
+    summary: dict[str, Any],
+    plot: Path | str,
 ) -> None:
     console = Console(soft_wrap=True)
     table = Table(
@@ -151,6 +157,6 @@ def _print_table(
         ("answers after", done.log_path / "rollouts_after.txt"),
         ("model", done.model_path),
     ):
-        console.print(f"{label:<15} {path}", highlight=False)
+        console.print(f"{label:<15} {path}", highlight=False, markup=False)
     command = shlex.join(["hearth", "view", str(done.log_path)])
     console.print(f"to see every answer, curve and token: {command}", highlight=False, markup=False)

@@ -83,7 +83,7 @@ def require_ray(field: str) -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            f"{field} must not be 'ray' where Ray is not installed: pip install 'hearth[ray]'"
+            f"{field} must not be 'ray' where Ray is not installed: pip install 'hearth-rl[ray]'"
         )
 
 

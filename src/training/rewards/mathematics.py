@@ -33,12 +33,12 @@ class _MathReward(ScoringReward):
             ConfigError: math-verify is not installed, or cannot read the ``ground_truth``.
         """
         try:
-            # The optional dependency of hearth[math].
+            # The optional dependency of hearth-rl[math].
             from math_verify import parse, verify
         except ImportError as error:
             raise ConfigError(
                 f"math-verify must be installed for math_reward, got {error}: "
-                "pip install 'hearth[math]'"
+                "pip install 'hearth-rl[math]'"
             ) from None
         # It warns once that its time limits are off, and names arguments that nobody here gave.
         logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -61,7 +61,7 @@ def check_trackers(config: RecipeConfig) -> None:
             )
         raise ConfigError(
             f"report_to must name trackers that are installed, got {name!r} without "
-            f"{' and '.join(lacking)}: pip install 'hearth[{name}]'"
+            f"{' and '.join(lacking)}: pip install 'hearth-rl[{name}]'"
         )
 
 

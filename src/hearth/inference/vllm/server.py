@@ -162,8 +162,8 @@ def explain_start(how: str, lines: Sequence[str], python: str) -> str:
     """Why a server did not start and what to do, from how it ended and its last log lines."""
     if any(_OWN_MODULE.search(line) for line in lines):
         advice = (
-            f"vLLM must be installed for {python!r}: pip install 'hearth[vllm]' there, or name an "
-            f"interpreter that has it in {VLLM_PYTHON_VARIABLE}"
+            f"vLLM must be installed for {python!r}: install it into an environment of its own "
+            f"(pip install 'vllm>=0.32'), and name that one's python in {VLLM_PYTHON_VARIABLE}"
         )
     else:
         # The first error is the cause of those after it.

@@ -22,6 +22,6 @@ def make_ray_launcher(data_dir: Path, **options: Any) -> Launcher:
             raise
         raise ConfigError(
             "placement must be 'inline' or 'process' where Ray is not installed, got 'ray': "
-            "pip install 'hearth[ray]'"
+            "pip install 'hearth-rl[ray]'"
         ) from None
     return RayLauncher(data_dir, **options)

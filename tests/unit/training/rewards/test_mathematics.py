@@ -67,5 +67,5 @@ def test_a_truth_that_is_no_expression_is_named():
 def test_without_math_verify_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
 
-    with pytest.raises(ConfigError, match=r"pip install 'hearth\[math\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'hearth-rl\[math\]'"):
         math_reward("1", {"ground_truth": "1"})

@@ -164,7 +164,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    wanted = rf"got '{name}' without {lacking}: pip install 'hearth\[{name}\]'"
+    wanted = rf"got '{name}' without {lacking}: pip install 'hearth-rl\[{name}\]'"
     with pytest.raises(ConfigError, match=wanted):
         check_trackers(Config(report_to=name))
 

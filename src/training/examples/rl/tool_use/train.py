@@ -58,7 +58,7 @@ def train(config: ToolUseConfig) -> None:
         ConfigError: a setting breaks its rule, or OpenAI's client is not installed.
     """
     check_openai()
-    # After the check: OpenAI's client is an extra of ours, hearth[agents].
+    # After the check: OpenAI's client is an extra of ours, hearth-rl[agents].
     from training.examples.rl.tool_use.agent import Outcome
     from training.examples.rl.tool_use.rollout import make_rollout_fn
 
@@ -88,7 +88,7 @@ def check_openai() -> None:
     if importlib.util.find_spec("openai") is None:
         raise ConfigError(
             "the openai package must be installed, got none: the agent is written against it; "
-            "pip install 'hearth[agents]'"
+            "pip install 'hearth-rl[agents]'"
         )
 
 

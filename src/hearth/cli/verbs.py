@@ -1,0 +1,50 @@
+"""The verbs of the ``hearth`` command: where their functions are, and one line of help for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class VerbEntry(NamedTuple):
+    """Where a verb's function is, as ``module:function``, and what ``hearth --help`` says of it."""
+
+    target: str
+    summary: str
+
+
+VERBS: Mapping[str, VerbEntry] = {
+    "quickstart": VerbEntry(
+        "training.quickstart.verb:quickstart",
+        "Train the shipped model with GRPO and show it before and after.",
+    ),
+    "train": VerbEntry(
+        "training.recipes.rl_loop:command",
+        "Train with the rl_loop recipe; every field of its config is a flag.",
+    ),
+    "view": VerbEntry(
+        "hearth.viewer.verb:view",
+        "Show runs, their curves and every sample in the browser, until Ctrl-C.",
+    ),
+    "rescore": VerbEntry(
+        "training.run.rescore:rescore",
+        "Score a run's recorded samples with another reward function, and compare.",
+    ),
+    "serve": VerbEntry("hearth.cli.serve:serve", "Serve a platform on a port, until Ctrl-C."),
+    "ps": VerbEntry(
+        "hearth.cli.resources:ps", "Show the trainer jobs and deployments of a platform."
+    ),
+    "logs": VerbEntry(
+        "hearth.cli.resources:logs", "Show the end of a trainer job's or deployment's log."
+    ),
+    "stop": VerbEntry(
+        "hearth.cli.resources:stop", "Cancel a trainer job, or scale a deployment to zero."
+    ),
+    "plan": VerbEntry(
+        "hearth.cli.plan:plan", "Say whether a model fits some GPUs, and which shape to choose."
+    ),
+    "conformance": VerbEntry(
+        "hearth.cli.conformance:conformance",
+        "Say how far a server keeps Tinker's API, with a score.",
+    ),
+}
