@@ -12,7 +12,7 @@ import hearth
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTION_OF = {"google": "protobuf", "ray": "ray", "math_verify": "math-verify"}
+DISTRIBUTION_OF = {"google": "protobuf", "mlflow": "mlflow-skinny"}
 OF_OTHERS = {"vllm", "zmq"}
 """vLLM has an environment of its own, where our plugin is imported."""
 

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.DONE
     verb = _find_entry_point(given[0])
     if verb is None:
-        known = sorted([*VERBS, *entry_points(group=GROUP).names])
+        known = sorted({*VERBS, *entry_points(group=GROUP).names})
         print_error(f"verb must be one of {known}, got {given[0]!r}")
         return ExitCode.REFUSED
     if not _is_ours_alone():
@@ -77,7 +77,7 @@ def _show_help() -> None:
     )
     for name, verb in VERBS.items():
         table.add_row(name, verb.summary)
-    for point in entry_points(group=GROUP):
-        if point.name not in VERBS:
-            table.add_row(point.name, f"({point.module})")
+    others = {point.name: point.module for point in entry_points(group=GROUP)}
+    for name in sorted(others.keys() - VERBS.keys()):
+        table.add_row(name, f"(of {others[name]})")
     Console().print(table)
