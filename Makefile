@@ -23,7 +23,7 @@ WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 # Tests and the processes that they start keep their bytecode: compiling it anew costs half of make test-fast's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-scale test-vllm test-clients chaos mutants check check-viewer viewer bench format clean
+.PHONY: demo test test-wheel test-fast test-scale test-vllm test-clients chaos mutants check check-viewer viewer bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
@@ -33,6 +33,10 @@ test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a tim
 
 test-fast: $(VENV)/.dev  ## Run the unit tests that are not marked slow.
 	$(PYTEST) tests/unit -m "not slow"
+
+# VERSIONS=newest or VERSIONS=lowest runs one of the two.
+test-wheel: $(VENV)/.dev  ## Install the built wheel elsewhere, with the lowest and with the newest versions, and use it.
+	$(BIN)/python tools/test_wheel.py --versions $(or $(VERSIONS),both)
 
 test-scale: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests of several ranks and machines, on this one.
 	$(WITH_VLLM) $(PYTEST) tests/scale

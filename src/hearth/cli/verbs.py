@@ -43,6 +43,10 @@ VERBS: Mapping[str, VerbEntry] = {
     "plan": VerbEntry(
         "hearth.cli.plan:plan", "Say whether a model fits some GPUs, and which shape to choose."
     ),
+    "doctor": VerbEntry(
+        "hearth.cli.doctor:doctor",
+        "Check this machine: versions, compiler, GPU, memory, ports; train a little.",
+    ),
     "conformance": VerbEntry(
         "hearth.cli.conformance:conformance",
         "Say how far a server keeps Tinker's API, with a score.",

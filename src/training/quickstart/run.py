@@ -11,31 +11,43 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from hearth.errors import ConfigError
 from hearth.files import write_file
 from hearth.telemetry import peak_rss_mb
 from training.config.parts import DeployConfig, ResumeConfig
 from training.quickstart import HELDOUT_ROWS, MODEL, TRAIN_ROWS
+from training.quickstart.verb import QuickstartOptions
 from training.recipes.rl_loop import Config, main
 from training.run.evaluation import EvalResult, EvalSample
 from training.run.metrics import read_records
 from training.run.state import RunSummary
 
 SHOWN_ROLLOUTS = 24
+ROWS_PER_STEP = 16
+EPOCHS = 2
+MOST_STEPS = 128
+"""The shipped rows are enough for them."""
 
 
-def quickstart_config(log_path: str, seed: int) -> Config:
-    """The recipe's config for the shipped model and rows."""
+def quickstart_config(options: QuickstartOptions) -> Config:
+    """The recipe's config for the shipped model and rows.
+
+    Raises:
+        ConfigError: there are not as many rows as steps.
+    """
+    if not 1 <= options.steps <= MOST_STEPS:
+        raise ConfigError(f"steps must be 1 to {MOST_STEPS}, got {options.steps}")
     return Config(
-        log_path=log_path,
+        log_path=options.log_path,
         resume=ResumeConfig(mode="never"),
         base_model=str(MODEL),
         dataset=str(TRAIN_ROWS),
-        max_rows=1024,
-        epochs=2,
+        max_rows=ROWS_PER_STEP * options.steps // EPOCHS,
+        epochs=EPOCHS,
         shuffle=True,
-        seed=seed,
+        seed=options.seed,
         completions_per_prompt=8,
-        prompt_groups_per_step=16,
+        prompt_groups_per_step=ROWS_PER_STEP,
         max_completion_tokens=16,
         max_seq_len=128,
         max_concurrent=256,
@@ -51,13 +63,13 @@ def quickstart_config(log_path: str, seed: int) -> Config:
     )
 
 
-def train_and_report(log_path: str, seed: int, started: float) -> dict[str, Any]:
-    """Train, write plot, answers and summary into ``log_path``, print the table.
+def train_and_report(options: QuickstartOptions, started: float) -> dict[str, Any]:
+    """Train, write plot, answers and summary into the folder, print the table.
 
     ``started`` is the ``time.perf_counter`` at which the command began.
     """
     called = time.perf_counter()
-    done = main(quickstart_config(log_path, seed))
+    done = main(quickstart_config(options))
     (_, before), (_, after) = done.evaluations[0], done.evaluations[-1]
     folder = done.log_path
     plot = _write_plot(folder, done) or "needs matplotlib: pip install 'hearth-rl[plot]'"
@@ -70,7 +82,7 @@ def train_and_report(log_path: str, seed: int, started: float) -> dict[str, Any]
         "wall_s": round(time.perf_counter() - started, 2),
         "first_step_s": round(called - started + done.first_step_s, 2),
         "peak_rss_mb": round(peak_rss_mb(), 1),
-        "seed": seed,
+        "seed": options.seed,
     }
     write_file(folder / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
     _print_table(done, before, after, summary, plot)

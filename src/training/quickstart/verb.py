@@ -17,6 +17,8 @@ class QuickstartOptions:
     """Folder for metrics, plot, answers before and after, and the trained model."""
     seed: int = 0
     """Fixes everything but the wall times."""
+    steps: int = 128
+    """Optimizer steps, of 16 rows each; at most 128."""
 
 
 def quickstart(arguments: list[str] | None = None) -> int:
@@ -28,4 +30,4 @@ def quickstart(arguments: list[str] | None = None) -> int:
     from training.quickstart.run import train_and_report
     from training.run.command import run_to_exit_code
 
-    return run_to_exit_code(lambda: train_and_report(options.log_path, options.seed, started))
+    return run_to_exit_code(lambda: train_and_report(options, started))
