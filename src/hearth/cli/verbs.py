@@ -26,6 +26,14 @@ VERBS: Mapping[str, VerbEntry] = {
         "hearth.viewer.verb:view",
         "Show runs, their curves and every sample in the browser, until Ctrl-C.",
     ),
+    "show": VerbEntry(
+        "training.run.show:show",
+        "Print a run: its reward curve, best and worst samples, why the reward is flat.",
+    ),
+    "compare": VerbEntry(
+        "hearth.viewer.printed:compare",
+        "Print where two runs differ: settings, curves, held-out numbers, the first token.",
+    ),
     "rescore": VerbEntry(
         "training.run.rescore:rescore",
         "Score a run's recorded samples with another reward function, and compare.",
