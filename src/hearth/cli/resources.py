@@ -1,9 +1,11 @@
-"""``hearth ps``, ``hearth logs`` and ``hearth stop``: list, read and stop what runs."""
+"""``hearth ps``, ``logs``, ``stop`` and ``start``: list, read, stop and start what runs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hearth.errors import NotFoundError, TransportError
-from hearth.exit_codes import exit_code
-from hearth.sdk.background import start
+from hearth.exit_codes import ExitCode, exit_code
+from hearth.sdk import background
 from hearth.sdk.deployments import DeploymentManager
 from hearth.sdk.trainers import TrainerJobManager
 from hearth.sdk.transport import Http, RetryPolicy
@@ -55,8 +57,18 @@ class Platform:
         """Fetch a record of the account."""
         http = Http(self.url, self.key, retries=_FEW_RETRIES)
         request = http.request(HttpRequest("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params))
+        with self.explain_absence():
+            return kind.parse(background.start(request).result().content)
+
+    @contextlib.contextmanager
+    def explain_absence(self) -> Iterator[None]:
+        """Say what to do where no platform answers.
+
+        Raises:
+            TransportError: one was raised in the body of the ``with``.
+        """
         try:
-            return kind.parse(start(request).result().content)
+            yield
         except TransportError as error:
             raise TransportError(
                 f"base_url must be a platform that answers, got {self.url}: {error} Start one with "
@@ -88,11 +100,13 @@ class LogsFlags(Platform):
     """A trainer job's or a deployment's id."""
     lines: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 100
     """Number of last lines to show."""
+    follow: Annotated[bool, tyro.conf.arg(aliases=("-f",))] = False
+    """Go on with new lines, until Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopFlags(Platform):
-    """Flags of ``hearth stop``."""
+class IdFlags(Platform):
+    """Flags of ``hearth stop`` and ``hearth start``."""
 
     id: Annotated[str, tyro.conf.Positional]
     """A trainer job's or a deployment's id."""
@@ -101,6 +115,8 @@ class StopFlags(Platform):
 _COLUMNS = ("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE")
 _SHORTEST_NOTE = 20
 _FEW_RETRIES = RetryPolicy(attempts=2, base_s=0.2)
+_LOOK_EVERY_S = 1.0
+_MOST_NEW_LINES = 1000
 
 
 def ps(arguments: list[str]) -> int:
@@ -131,18 +147,33 @@ def logs(arguments: list[str]) -> int:
     flags = tyro.cli(LogsFlags, args=arguments, prog="hearth logs")
 
     def run() -> None:
-        worker = f"{_kind(flags, flags.id)}-{flags.id}"
-        log = flags.get(f"workers/{worker}/log", LogLines, lines=str(flags.lines))
-        console = Console(soft_wrap=True)
-        for line in log.lines:
-            console.print(line, highlight=False, markup=False)
+        path = f"workers/{_kind(flags, flags.id)}-{flags.id}/log"
+        console = Console(soft_wrap=True, highlight=False, markup=False)
+        read = max(flags.lines, _MOST_NEW_LINES) if flags.follow else flags.lines
+        lines = flags.get(path, LogLines, lines=str(read)).lines
+        for line in lines[-flags.lines :]:
+            console.print(line)
+        while flags.follow:
+            time.sleep(_LOOK_EVERY_S)
+            known, lines = lines, flags.get(path, LogLines, lines=str(read)).lines
+            for line in find_new(known, lines):
+                console.print(line)
 
-    return exit_code(run)
+    code = exit_code(run)
+    return ExitCode.DONE if flags.follow and code == ExitCode.INTERRUPTED else code
+
+
+def find_new(known: Sequence[str], lines: Sequence[str]) -> Sequence[str]:
+    """The lines after those that begin with the end of the known ones; all where none does."""
+    for count in range(min(len(known), len(lines)), 0, -1):
+        if lines[:count] == known[-count:]:
+            return lines[count:]
+    return lines
 
 
 def stop(arguments: list[str]) -> int:
     """Cancel a trainer job, or scale a deployment to zero."""
-    flags = tyro.cli(StopFlags, args=arguments, prog="hearth stop")
+    flags = tyro.cli(IdFlags, args=arguments, prog="hearth stop")
 
     def run() -> None:
         if _kind(flags, flags.id) == "trainer":
@@ -155,6 +186,26 @@ def stop(arguments: list[str]) -> int:
             manager.scale_to_zero(flags.id)
             message = f"deployment {flags.id} is scaled to zero"
         Console().print(message, highlight=False, soft_wrap=True)
+
+    return exit_code(run)
+
+
+def start(arguments: list[str]) -> int:
+    """Start a stopped trainer job or deployment again."""
+    flags = tyro.cli(IdFlags, args=arguments, prog="hearth start")
+
+    def run() -> None:
+        if _kind(flags, flags.id) == "trainer":
+            TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=_FEW_RETRIES).resume(flags.id)
+            message = f"trainer job {flags.id} starts, from its base weights: a client that resumes"
+            message += " it loads its last checkpoint"
+        else:
+            manager = DeploymentManager(
+                flags.key, flags.url, account_id=ACCOUNT, retries=_FEW_RETRIES
+            )
+            manager.update(flags.id, min_replica_count=1, max_replica_count=1)
+            message = f"deployment {flags.id} starts"
+        Console().print(f"{message}: hearth ps", highlight=False, soft_wrap=True)
 
     return exit_code(run)
 

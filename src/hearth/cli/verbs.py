@@ -39,6 +39,12 @@ VERBS: Mapping[str, VerbEntry] = {
         "Score a run's recorded samples with another reward function, and compare.",
     ),
     "serve": VerbEntry("hearth.cli.serve:serve", "Serve a platform on a port, until Ctrl-C."),
+    "deploy": VerbEntry(
+        "hearth.cli.models:deploy", "Serve a model, or a run's trained model, on the platform."
+    ),
+    "chat": VerbEntry(
+        "hearth.cli.models:chat", "Talk with a run's trained model, another model, or a deployment."
+    ),
     "ps": VerbEntry(
         "hearth.cli.resources:ps", "Show the trainer jobs and deployments of a platform."
     ),
@@ -47,6 +53,9 @@ VERBS: Mapping[str, VerbEntry] = {
     ),
     "stop": VerbEntry(
         "hearth.cli.resources:stop", "Cancel a trainer job, or scale a deployment to zero."
+    ),
+    "start": VerbEntry(
+        "hearth.cli.resources:start", "Start a stopped trainer job or deployment again."
     ),
     "plan": VerbEntry(
         "hearth.cli.plan:plan", "Say whether a model fits some GPUs, and which shape to choose."

@@ -46,6 +46,7 @@ def create_gateway(
 ) -> Gateway:
     """The ASGI app of a whole platform: the control plane, its trainers and its deployments."""
     routes = [
+        Route("/", _introduce, methods=["GET"]),
         Route("/healthz", _healthz, methods=["GET"]),
         Route("/openapi.json", _describe, methods=["GET"]),
         *_model_routes(plane),
@@ -91,6 +92,22 @@ def _answer(call: Callable[..., object], *, may_wait: bool = False) -> Handler:
         return json_response({} if content is None else content)
 
     return call_then_answer
+
+
+async def _introduce(_: Request) -> Response:
+    return json_response(
+        {
+            "what": f"A Hearth platform, version {hearth.__version__}: trainers and deployments of "
+            "language models.",
+            "api": "/openapi.json",
+            "health": "/healthz",
+            "models": "/v1/models",
+            "chat": "/v1/chat/completions, like OpenAI's",
+            "commands": "hearth ps, hearth deploy MODEL, hearth chat ID; hearth --help",
+            "train": "set FIREWORKS_BASE_URL to this address and FIREWORKS_API_KEY, then start a "
+            "recipe: python -m training.recipes.rl_loop --help",
+        }
+    )
 
 
 async def _healthz(_: Request) -> Response:

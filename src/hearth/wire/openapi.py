@@ -58,6 +58,7 @@ def _sampling_routes(prefix: str) -> dict[str, Route]:
 
 
 CONTROL_ROUTES: Mapping[str, Route] = {
+    "GET /": Route(),
     "GET /healthz": Route(),
     "GET /openapi.json": Route(),
     "GET /v1/accounts": Route((fireworks.AccountPage,)),

@@ -1,16 +1,20 @@
 """``hearth ps``, ``logs`` and ``stop`` against a platform that listens in this process."""
 
+import os
+
 import pytest
 from tests.listening import AppListener
 from tests.unit.control.conftest import ScriptedLauncher
 
-from hearth.cli.resources import logs, ps, stop
+from hearth.cli.models import deploy, find_model, name_deployment
+from hearth.cli.resources import find_new, logs, ps, start, stop
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
 from hearth.control.catalog import read_catalog
 from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
+from hearth.errors import ConfigError
 from hearth.wire.fireworks import Deployment, TrainerJob
 from training.quickstart import MODEL
 
@@ -184,7 +188,85 @@ def test_a_job_is_cancelled_and_a_deployment_scaled_to_zero(platform, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", [logs, stop])
+def test_what_was_stopped_starts_again(platform, capsys):
+    platform.job("j")
+    platform.deployment("d")
+    assert [verb([id]) for verb in (stop, start) for id in ("j", "d")] == [0] * 4
+
+    assert shown(capsys)[2:] == [
+        "trainer job j starts, from its base weights: a client that resumes it loads its last "
+        "checkpoint: hearth ps",
+        "deployment d starts: hearth ps",
+    ]
+    assert platform.plane.jobs.get("j").state == "JOB_STATE_CREATING"
+    assert platform.plane.deployments.get("d").max_replica_count == 1
+
+
+@pytest.mark.slow
+def test_a_followed_log_shows_each_new_line_once(platform, capsys, monkeypatch):
+    platform.job("j")
+    log = platform.script.folder / "trainer-j.log"
+    log.write_text("one\ntwo\n")
+    later = iter(["two\n", "three\nfour\n", None])
+
+    def wait(_seconds):
+        text = next(later)
+        if text is None:
+            raise KeyboardInterrupt
+        with log.open("a") as file:
+            file.write(text)
+
+    monkeypatch.setattr("time.sleep", wait)
+
+    assert logs(["j", "--follow", "-n", "1"]) == 0
+
+    assert shown(capsys) == ["two", "two", "three", "four"]
+
+
+@pytest.mark.parametrize(
+    ("known", "lines", "new"),
+    [
+        (["a", "b"], ["a", "b", "c"], ["c"]),
+        (["a", "b"], ["a", "b"], []),
+        (["a", "b"], ["x", "y"], ["x", "y"]),
+        ([], ["a"], ["a"]),
+        (["a", "b", "c"], ["b", "c", "d"], ["d"]),
+    ],
+)
+def test_new_lines_are_those_after_the_known_ones(known, lines, new):
+    assert find_new(known, lines) == new
+
+
+@pytest.mark.slow
+def test_a_model_is_deployed_under_its_name(platform, capsys):
+    platform.deployment("model")
+
+    assert deploy([str(MODEL)]) == 0
+
+    assert shown(capsys) == [
+        f"deployment model loads {MODEL}",
+        "it is ready: hearth chat model, or with OpenAI's clients",
+        f"  base_url={platform.url}/v1 model=accounts/me/deployments/model",
+    ]
+    assert platform.plane.deployments.get("model").base_model == str(MODEL)
+
+
+def test_a_run_stands_for_its_newest_model(tmp_path):
+    for number, name in enumerate(("older", "newest")):
+        model = tmp_path / "models" / name
+        model.mkdir(parents=True)
+        (model / "config.json").touch()
+        os.utime(model, (number, number))
+
+    assert find_model(str(tmp_path)) == str(tmp_path / "models" / "newest")
+    assert find_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert name_deployment("Qwen/Qwen3-0.6B") == "qwen3-0-6b"
+    with pytest.raises(ConfigError, match="without models/NAME"):
+        find_model(str(tmp_path / "models"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [logs, stop, start])
 def test_an_unknown_id_lists_the_known_ones(platform, capsys, verb):
     platform.job("policy")
     platform.deployment("rollouts")

@@ -95,7 +95,7 @@ async def test_both_spellings_of_a_field_are_read(ask, script, base):
 
 
 async def test_an_unknown_path_is_answered_in_the_form_of_all_errors(ask):
-    for path in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.yaml", "/inference"):
+    for path in ("/v1", "/v1/nothing", "/docs", "/openapi.yaml", "/inference"):
         message = await ask.refused(404, "GET", path)
         assert message == f"path must be one that the platform has, got 'GET {path}'"
     message = await ask.refused(405, "PUT", "/v1/accounts", {})
@@ -114,6 +114,15 @@ async def test_an_error_carries_the_request_id_it_was_asked_under(ask):
     answer = await ask.http.get("/v1/accounts/me/deployments/d", headers={"x-request-id": "r-1"})
 
     assert answer.json()["error"]["request_id"] == "r-1"
+
+
+async def test_the_address_alone_says_what_this_is_and_where_to_go_on(ask):
+    status, content = await ask("GET", "/")
+
+    assert status == 200
+    assert content["what"].startswith("A Hearth platform, version ")
+    for name in ("api", "health", "models"):
+        assert (await ask("GET", content[name]))[0] == 200
 
 
 async def test_the_health_of_the_platform_is_answered(ask):

@@ -1,0 +1,176 @@
+"""``hearth deploy`` and ``hearth chat``: serve a model, and talk with it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import tyro
+from rich.console import Console
+
+from hearth.cli.resources import ACCOUNT, Platform
+from hearth.errors import ConfigError
+from hearth.exit_codes import ExitCode, exit_code
+from hearth.sdk import background
+from hearth.sdk.deployment_config import DeploymentConfig
+from hearth.sdk.deployments import DeploymentManager
+from hearth.sdk.transport import Http
+from hearth.wire.messages import HttpRequest
+
+_ANSWER_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployFlags(Platform):
+    """Flags of ``hearth deploy``."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A hub id, a registered name, a model's folder, or a run, whose trained model is served."""
+    id: str = ""
+    """The deployment's id; not given, made of the model's name."""
+    context: int | None = None
+    """Tokens of the longest sequence; not given, what the model allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags(Platform):
+    """Flags of ``hearth chat``."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A run, a model's folder or a hub id, which is loaded here; or the id of a deployment."""
+    message: Annotated[str, tyro.conf.arg(aliases=("-m",))] = ""
+    """Ask this alone, print the answer and end."""
+    system: str = ""
+    """Instructions before the conversation."""
+    max_tokens: int = 512
+    """Most tokens of an answer."""
+    temperature: float = 0.7
+    """0 always takes the likeliest token."""
+
+
+def deploy(arguments: list[str]) -> int:
+    """Serve a model, or a run's trained model, on the platform."""
+    flags = tyro.cli(DeployFlags, args=arguments, prog="hearth deploy")
+
+    def run() -> None:
+        source = find_model(flags.model)
+        id = flags.id or name_deployment(source)
+        manager = DeploymentManager(flags.key, flags.url, account_id=ACCOUNT)
+        console = Console(soft_wrap=True, highlight=False, markup=False)
+        with flags.explain_absence():
+            manager.create_or_get(
+                DeploymentConfig(
+                    deployment_id=id, base_model=source, max_context_length=flags.context
+                )
+            )
+            console.print(f"deployment {id} loads {source}")
+            manager.wait_for_ready(id)
+        console.print(f"it is ready: hearth chat {id}, or with OpenAI's clients")
+        console.print(f"  base_url={flags.url}/v1 model={manager.deployment_name(id)}")
+
+    return exit_code(run)
+
+
+def chat(arguments: list[str]) -> int:
+    """Talk with a run's trained model, another model, or a deployment."""
+    flags = tyro.cli(ChatFlags, args=arguments, prog="hearth chat")
+    code = exit_code(lambda: _chat(flags))
+    return ExitCode.DONE if code == ExitCode.INTERRUPTED else code  # Ctrl-C is how it ends
+
+
+def find_model(name: str) -> str:
+    """The model that a name stands for: a run's newest one, a folder's whole path, else the name.
+
+    Raises:
+        ConfigError: it is a folder with neither a model nor a run that has made one.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return name
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
+        return str(folder.resolve())
+    models = [file.parent for file in folder.glob("models/*/config.json")]
+    if not models:
+        raise ConfigError(
+            f"model must be a model's folder or a run that has one, got {name!r} without "
+            "models/NAME: runs write theirs at their end, with output_model_id"
+        )
+    return str(max(models, key=lambda model: model.stat().st_mtime).resolve())
+
+
+def name_deployment(model: str) -> str:
+    """An id for the deployment of a model: the last part of its name, in the letters of ids."""
+    leaf = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    return re.sub(r"[^a-z0-9]+", "-", leaf).strip("-")[:63].strip("-") or "model"
+
+
+def _chat(flags: ChatFlags) -> None:
+    source = find_model(flags.model)
+    if source == flags.model and "/" not in source:
+        with flags.explain_absence():
+            manager = DeploymentManager(flags.key, flags.url, account_id=ACCOUNT)
+            if manager.get(source) is None:
+                raise ConfigError(
+                    f"model must be a folder, a hub id or a deployment at {flags.url}, got "
+                    f"{source!r}: hearth ps lists the deployments"
+                )
+            _converse(Http(flags.url, flags.key), manager.deployment_name(source), flags)
+        return
+    with _load(source) as (http, name):
+        _converse(http, name, flags)
+
+
+@contextlib.contextmanager
+def _load(source: str) -> Iterator[tuple[Http, str]]:
+    """A deployment of the model in this process, until the end of the ``with``."""
+    from hearth.local import EmbeddedPlatform  # with torch behind it
+
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"loading {source}")
+    with (
+        tempfile.TemporaryDirectory(prefix="hearth-chat-") as folder,
+        EmbeddedPlatform(work_dir=Path(folder)) as platform,
+    ):
+        manager = DeploymentManager("embedded", platform.base_url, account_id=ACCOUNT)
+        manager.create_or_get(DeploymentConfig(deployment_id="chat", base_model=source))
+        manager.wait_for_ready("chat")
+        yield Http(platform.base_url, "embedded"), manager.deployment_name("chat")
+
+
+def _converse(http: Http, model: str, flags: ChatFlags) -> None:
+    messages: list[dict[str, Any]] = []
+    if flags.system:
+        messages.append({"role": "system", "content": flags.system})
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if not flags.message and sys.stdin.isatty():
+        console.print("type a message; an empty line ends")
+    for text in [flags.message] if flags.message else _read_messages():
+        messages.append({"role": "user", "content": text})
+        body = {
+            "model": model,
+            "messages": messages,
+            "max_completion_tokens": flags.max_tokens,
+            "temperature": flags.temperature,
+        }
+        request = HttpRequest(
+            "POST", "/v1/chat/completions", orjson.dumps(body), timeout_s=_ANSWER_TIMEOUT_S
+        )
+        answer = orjson.loads(background.start(http.request(request)).result().content)
+        messages.append(
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        )
+        console.print(messages[-1]["content"])
+
+
+def _read_messages() -> Iterator[str]:
+    with contextlib.suppress(EOFError, ImportError):
+        import readline  # noqa: F401 - input() then has a history
+
+        while text := input("> " if sys.stdin.isatty() else "").strip():
+            yield text
