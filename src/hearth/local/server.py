@@ -20,6 +20,7 @@ from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store, check_records
 from hearth.errors import ConfigError
+from hearth.exit_codes import ExitCode
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.ray import make_ray_launcher
 from hearth.launch.spec import Launcher
@@ -99,7 +100,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
 
 
 def _exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(143)
+    raise SystemExit(ExitCode.TERMINATED)
 
 
 def _ignore_signals() -> None:

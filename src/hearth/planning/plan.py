@@ -132,7 +132,7 @@ class Plan:
     shortage: dict[str, int]
     """Bytes that a GPU lacks, by the worker that needs them."""
     advice: list[str] = field(default_factory=list[str])
-    """Single changes that would fit."""
+    """Changes that would fit, the smallest of each kind."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -325,11 +325,11 @@ def _delta_bytes(base: int, dtype: Dtype) -> int:
 
 
 def _advice(request: PlanRequest) -> Iterator[str]:
-    """Single changes that make it fit."""
+    """Changes that make it fit, each by itself."""
     if request.dtype == "float32" and _fits(replace(request, dtype="bfloat16")):
         yield "bfloat16 fits: --dtype bfloat16"
-    if request.lora_rank is None and _fits(replace(request, lora_rank=_SMALL_RANK)):
-        yield f"an adapter fits: --lora-rank {_SMALL_RANK}"
+    if request.lora_rank is None:
+        yield from _advise_adapter(request)
     more = (gpus for gpus in _doubles(request.gpus) if _fits(replace(request, gpus=gpus)))
     if gpus := next(more, 0):
         yield f"more GPUs fit, with more ranks or replicas: --gpus {gpus}"
@@ -343,6 +343,21 @@ def _advice(request: PlanRequest) -> Iterator[str]:
         yield "weights and moments in the host's memory fit: --offload-optimizer"
     if request.has_reference and _fits(replace(request, has_reference=False)):
         yield "no reference fits: kl_beta=0, or an adapter, which shares its base with it"
+
+
+def _advise_adapter(request: PlanRequest) -> Iterator[str]:
+    """An adapter in place of all parameters; with fewer completions at a time where it must be."""
+    adapter = replace(request, lora_rank=_SMALL_RANK, dtype="bfloat16")
+    flags = f"--lora-rank {_SMALL_RANK}"
+    if request.dtype != adapter.dtype:
+        flags += f" --dtype {adapter.dtype}"
+    if _fits(adapter):
+        yield f"an adapter fits: {flags}"
+        return
+    for half in _halves(request.concurrent):
+        if _fits(replace(adapter, concurrent=half)):
+            yield f"an adapter with fewer completions at a time fits: {flags} --concurrent {half}"
+            return
 
 
 def _fits(request: PlanRequest) -> bool:

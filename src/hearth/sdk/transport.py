@@ -93,6 +93,13 @@ class RetryPolicy:
     """How long a request that ``waits`` waits for a platform that cannot be reached. This is no
     attempt, and needs a platform that has answered before."""
 
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds between the first attempt and the last, unless a server asks for more."""
+        return sum(
+            min(self.longest_s, self.base_s * 2**attempt) for attempt in range(self.attempts - 1)
+        )
+
     def delay_s(self, attempt: int, response: HttpResponse | None) -> float:
         """Seconds to wait after the failed attempt number ``attempt`` (from 0)."""
         delay = min(self.longest_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
@@ -116,6 +123,7 @@ class Http:
         self._client: httpx.AsyncClient | None = None
         self._closed = False
         self._has_answered = False
+        self._mentioned_absence = False
         self._away_since_s: float | None = None
         self._warned_s = 0.0
         self._waited_s = 0.0
@@ -148,6 +156,7 @@ class Http:
                 last = await self.send_once(request)
             except httpx.TransportError as error:
                 failure = f"{type(error).__name__}: {error}"
+                self._mention_absence(error, policy)
                 if isinstance(error, httpx.TimeoutException):
                     logger.warning(
                         "%s %s%s was not answered within %.0f s (attempt %d of %d)",
@@ -168,6 +177,20 @@ class Http:
             f"{request.method} {self.base_url}{request.path} failed {policy.attempts} times, last "
             f"with {failure}: is the platform running there?"
         )
+
+    def _mention_absence(self, error: httpx.TransportError, policy: RetryPolicy) -> None:
+        """Say at once, and once, that a platform which has never answered is waited for."""
+        longest_s = policy.longest_wait_s
+        if self._has_answered or self._mentioned_absence or longest_s < _FIRST_WARNING_S:
+            return
+        if isinstance(error, _UNREACHABLE):
+            self._mentioned_absence = True
+            logger.warning(
+                "%s cannot be reached: waiting up to %.0f s for it. Start it with `hearth serve`, "
+                "or set FIREWORKS_BASE_URL to where it is; unset, recipes bring their own platform",
+                self.base_url,
+                longest_s,
+            )
 
     async def send_once(self, request: HttpRequest) -> HttpResponse:
         """One attempt; the response is returned whatever its status.

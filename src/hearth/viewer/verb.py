@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from hearth.errors import ConfigError
-from hearth.exit_codes import exit_code
+from hearth.exit_codes import ExitCode, exit_code
 
 HOST = "127.0.0.1"
 _DEFAULT = Path("runs")
@@ -53,7 +53,7 @@ def view(arguments: list[str]) -> int:
         serve(roots, flags.port, lambda url: _show(url, opens=flags.browser))
 
     code = exit_code(run)
-    return 0 if code == 130 else code  # Ctrl-C is how it ends
+    return ExitCode.DONE if code == ExitCode.INTERRUPTED else code  # Ctrl-C is how it ends
 
 
 def serve(roots: Sequence[Path], port: int, on_ready: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from hearth.errors import ConfigError, HearthError
+from hearth.exit_codes import ExitCode
 from hearth.sdk import DeploymentManager, TrainerJobManager
 from training.platform.managers import own_deployments, own_trainers
 
@@ -61,7 +62,7 @@ class ResourceCleanup:
                 signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
                 self._is_handling = False
         if self._is_terminated and error is None:
-            raise SystemExit(143)
+            raise SystemExit(ExitCode.TERMINATED)
 
     def trainer(self, job_id: str) -> None:
         """Cancel this job when the scope ends."""
@@ -123,4 +124,4 @@ class ResourceCleanup:
         if self._is_ending:
             self._is_terminated = True
             return
-        raise SystemExit(143)
+        raise SystemExit(ExitCode.TERMINATED)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 
 from hearth.errors import ConfigError
-from hearth.exit_codes import exit_code
+from hearth.exit_codes import ExitCode, exit_code
 from hearth.telemetry import setup_logging
 from training.rollouts.daemon_threads import DaemonThreads
 
@@ -84,7 +84,7 @@ def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not terminated:
             raise
-        raise SystemExit(143) from None
+        raise SystemExit(ExitCode.TERMINATED) from None
     finally:
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which kills

@@ -1,6 +1,8 @@
 import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ import hearth
 from hearth.cli.main import main
 from hearth.cli.strangers import find_shadow, find_strangers
 from hearth.cli.verbs import VERBS
+from hearth.exit_codes import ExitCode
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
@@ -32,6 +35,18 @@ def test_the_help_of_a_verb_is_the_first_line_of_its_function(name):
     doc = getattr(importlib.import_module(module), function).__doc__
 
     assert doc.splitlines()[0] == summary
+
+
+def test_the_page_of_the_command_has_every_verb_and_every_exit_code():
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+
+    told = {
+        word for line in page.splitlines() for word in re.findall(r"`(\w+)(?: [A-Z.]+)*`", line)
+    }
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+
+    assert set(VERBS) <= told
+    assert [int(code) for code in codes] == list(ExitCode)
 
 
 def test_an_unknown_verb_lists_the_known_ones(capsys):

@@ -108,6 +108,20 @@ def test_what_does_not_fit_says_what_is_short_and_what_would() -> None:
 
 
 @pytest.mark.slow
+def test_eight_billion_on_one_gpu_are_offered_an_adapter_with_fewer_completions() -> None:
+    request = make_request("qwen3-8b", 1, 8192)
+
+    plan = make_plan(request)
+
+    assert plan.advice[0] == (
+        "an adapter with fewer completions at a time fits: --lora-rank 32 --concurrent 16"
+    )
+    assert make_plan(replace(request, lora_rank=32, concurrent=16)).fits
+    assert not make_plan(replace(request, lora_rank=32, concurrent=32)).fits
+    wide = make_plan(replace(request, dtype="float32")).advice
+    assert any("--lora-rank 32 --dtype bfloat16 --concurrent 16" in advice for advice in wide)
+
+
 def test_advice_is_of_what_fits_alone() -> None:
     plan = make_plan(make_request("qwen3-32b", 1, 4096, gpu_memory_gib=8))
 

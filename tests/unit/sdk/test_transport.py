@@ -75,6 +75,26 @@ async def say_ok(scope, receive, send):
 
 
 @pytest.mark.slow
+def test_a_platform_that_never_answered_is_said_at_once_to_be_waited_for(caplog):
+    patient = RetryPolicy(attempts=8, base_s=0.5)
+    assert patient.longest_wait_s == 0.5 * (2**6 - 1) + 30.0
+    http = Http("http://127.0.0.1:9", "key", retries=patient)
+    asked = start(http.post("/x", b"{}"))
+    try:
+        wait_until(lambda: caplog.records, 20)
+    finally:
+        asked.cancel()
+
+    assert [record.getMessage().partition(". ")[0] for record in caplog.records] == [
+        "http://127.0.0.1:9 cannot be reached: waiting up to 62 s for it"
+    ]
+
+    quick = Http("http://127.0.0.1:9", "key", retries=FAST)
+    with pytest.raises(TransportError):
+        start(quick.post("/x", b"{}")).result()
+    assert len(caplog.records) == 1, "who hardly waits says nothing"
+
+
 def test_a_platform_that_is_away_is_waited_for_and_that_is_said(monkeypatch, caplog):
     # A person is told after seconds; here at once.
     monkeypatch.setattr(transport, "_FIRST_WARNING_S", 0.0)
