@@ -23,7 +23,7 @@ WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 # Tests and the processes that they start keep their bytecode: compiling it anew costs half of make test-fast's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-wheel test-fast test-scale test-vllm test-clients chaos mutants check check-viewer viewer bench format clean
+.PHONY: demo test test-wheel test-fast test-scale test-vllm test-clients chaos mutants check check-viewer viewer docs bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
@@ -87,6 +87,9 @@ check: $(VENV)/.dev check-viewer  ## Lint, format, types, layers, spelling, know
 	$(BIN)/codespell src tests tools benchmarks docs viewer/src *.md
 	@found=$$($(BIN)/pip-audit -r constraints.txt --no-deps --disable-pip --progress-spinner off 2>&1) || { echo "$$found"; exit 1; }
 
+docs: $(VENV)/.docs  ## Build the documentation site into build/docs; a broken link or an orphan is an error.
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs build/docs
+
 format: $(VENV)/.dev  ## Rewrite the files as ruff wants them.
 	$(BIN)/ruff check --fix src tests tools benchmarks
 	$(BIN)/ruff format src tests tools benchmarks
@@ -115,6 +118,10 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.runtime
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@
 
 # In an environment of its own, so that what TRL wants changes nothing of ours.

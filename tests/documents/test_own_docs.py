@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.documents import extraction
+from tests.documents.blocks import read_blocks
 from tests.modules import load_module
 
 from hearth.records.table import SCHEMA
@@ -19,9 +24,23 @@ from training.quickstart import MODEL, TRAIN_ROWS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINKER_PAGE = REPOSITORY / "docs" / "tinker.md"
-PAGES = [REPOSITORY / "README.md", *sorted(set((REPOSITORY / "docs").glob("*.md")) - {TINKER_PAGE})]
-EXAMPLE = REPOSITORY / "docs" / "examples" / "own_loop.py"
-STAND_INS = {'"Qwen/Qwen3-0.6B"': json.dumps(str(MODEL)), '"gsm8k.jsonl"': '"rows.jsonl"'}
+DOCS = REPOSITORY / "docs"
+SOURCES = REPOSITORY / "src"
+ALL_PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    page
+    for page in ALL_PAGES
+    if page != TINKER_PAGE
+    and any(block.language == "python" for block in read_blocks(page.read_text()))
+]
+SHELL = ("sh", "bash", "console")
+EXAMPLE = DOCS / "examples" / "own_loop.py"
+STAND_INS = {
+    '"Qwen/Qwen3-0.6B"': json.dumps(str(MODEL)),
+    '"gsm8k.jsonl"': '"rows.jsonl"',
+    "TRAIN_ROWS), 512)": "TRAIN_ROWS), 16)",
+}
+"""What the pages say, and what stands for it here: a small model, few rows."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +62,60 @@ def run_page(platform):
     return run
 
 
-@pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+def test_every_block_of_code_is_run_or_says_why_not():
+    for page in ALL_PAGES:
+        for block in read_blocks(page.read_text()):
+            where = f"{page.relative_to(REPOSITORY)}:{block.line}"
+            match block.language:
+                case "python" | "pandas" | "datasets" | "diff" | "text" | "":
+                    assert block.reason is None, f"{where} is run by a test, or is no code"
+                case "json":
+                    json.loads(block.text)
+                case "toml":
+                    tomllib.loads(block.text)
+                case language:
+                    assert language in SHELL, f"{where}: nothing runs {language}"
+
+
+def test_commands_of_the_pages_run_where_they_do_not_say_why_not(platform):
+    commands = [
+        block.text
+        for page in ALL_PAGES
+        for block in read_blocks(page.read_text())
+        if block.language in SHELL and block.reason is None
+    ]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    assert commands
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-euc", command], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+
+
+def test_every_message_of_the_page_on_troubles_is_one_of_the_code():
+    headings = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    texts = {text for path in SOURCES.rglob("*.py") for text in read_texts(path)}
+
+    assert len(headings) > 25
+    for heading in headings:
+        parts = [re.escape(part.strip()) for part in heading.split("...") if part.strip()]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), heading
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a source file; what is put into one stands there as a question mark."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "?" for part in node.values]
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(REPOSITORY)) for path in PAGES])
 def test_the_python_blocks_of_our_pages_run_and_leave_nothing_running(path, run_page, platform):
     run_page(path)
 

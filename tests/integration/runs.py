@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from hearth.records.reading import iterate_tables, to_records
 from training.quickstart import MODEL
 from training.run.checkpoints import Checkpoint, read_manifest
+from training.run.metric_table import find_unexplained
 from training.run.state import RunSummary
 
 
@@ -57,9 +59,13 @@ def measure_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Ten
     return max(float((left[name] - right[name]).abs().max()) for name in left) / moved
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run."""
-    return [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+def read_metrics(folder: Path, own: Collection[str] = ()) -> list[dict[str, Any]]:
+    """All records of a run, whose names must be in the table of metrics or a test's ``own``."""
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    records = [orjson.loads(line) for line in lines]
+    names = {name for record in records for name in record}
+    assert find_unexplained(names - set(own)) == [], "training/run/metric_table.py lacks them"
+    return records
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def test_each_diff_applies_and_its_recipe_trains_two_steps(tmp_path, number):
 
     module.main(module.Config(**vars(config(run))), ROWS, reward_fn=reward)
 
-    records = read_metrics(run)
+    records = read_metrics(run, own=["train/sampled_entropy_sum"])
     assert [record["step"] for record in records] == [1, 2]
     assert len(DIFFS) == 3
     if number == 0:
