@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import tyro
@@ -18,11 +18,9 @@ from rich.console import Console
 from hearth.cli.resources import ACCOUNT, Platform
 from hearth.errors import ConfigError
 from hearth.exit_codes import ExitCode, exit_code
-from hearth.sdk import background
-from hearth.sdk.deployment_config import DeploymentConfig
-from hearth.sdk.deployments import DeploymentManager
-from hearth.sdk.transport import Http
-from hearth.wire.messages import HttpRequest
+
+if TYPE_CHECKING:  # half a second to import, which --help is spared
+    from hearth.sdk.transport import Http
 
 _ANSWER_TIMEOUT_S = 600.0
 
@@ -60,6 +58,9 @@ def deploy(arguments: list[str]) -> int:
     flags = tyro.cli(DeployFlags, args=arguments, prog="hearth deploy")
 
     def run() -> None:
+        from hearth.sdk.deployment_config import DeploymentConfig
+        from hearth.sdk.deployments import DeploymentManager
+
         source = find_model(flags.model)
         id = flags.id or name_deployment(source)
         manager = DeploymentManager(flags.key, flags.url, account_id=ACCOUNT)
@@ -112,6 +113,9 @@ def name_deployment(model: str) -> str:
 
 
 def _chat(flags: ChatFlags) -> None:
+    from hearth.sdk.deployments import DeploymentManager
+    from hearth.sdk.transport import Http
+
     source = find_model(flags.model)
     if source == flags.model and "/" not in source:
         with flags.explain_absence():
@@ -131,6 +135,9 @@ def _chat(flags: ChatFlags) -> None:
 def _load(source: str) -> Iterator[tuple[Http, str]]:
     """A deployment of the model in this process, until the end of the ``with``."""
     from hearth.local import EmbeddedPlatform  # with torch behind it
+    from hearth.sdk.deployment_config import DeploymentConfig
+    from hearth.sdk.deployments import DeploymentManager
+    from hearth.sdk.transport import Http
 
     Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"loading {source}")
     with (
@@ -144,6 +151,9 @@ def _load(source: str) -> Iterator[tuple[Http, str]]:
 
 
 def _converse(http: Http, model: str, flags: ChatFlags) -> None:
+    from hearth.sdk import background
+    from hearth.wire.messages import HttpRequest
+
     messages: list[dict[str, Any]] = []
     if flags.system:
         messages.append({"role": "system", "content": flags.system})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
@@ -18,16 +18,14 @@ from rich.text import Text
 
 from hearth.errors import NotFoundError, TransportError
 from hearth.exit_codes import ExitCode, exit_code
-from hearth.sdk import background
-from hearth.sdk.deployments import DeploymentManager
-from hearth.sdk.trainers import TrainerJobManager
-from hearth.sdk.transport import Http, RetryPolicy
-from hearth.wire.base import Record
-from hearth.wire.fireworks import Deployment, DeploymentPage, TrainerJob, TrainerJobPage
-from hearth.wire.messages import HttpRequest
-from hearth.wire.openapi import LogLines
 
-RecordT = TypeVar("RecordT", bound=Record)
+if TYPE_CHECKING:  # half a second to import, which --help is spared
+    from hearth.sdk.deployments import DeploymentManager
+    from hearth.sdk.trainers import TrainerJobManager
+    from hearth.wire.base import Record
+    from hearth.wire.fireworks import Deployment, TrainerJob
+
+RecordT = TypeVar("RecordT", bound="Record")
 
 ACCOUNT = "me"
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -55,7 +53,11 @@ class Platform:
 
     def get(self, path: str, kind: type[RecordT], **params: str) -> RecordT:
         """Fetch a record of the account."""
-        http = Http(self.url, self.key, retries=_FEW_RETRIES)
+        from hearth.sdk import background
+        from hearth.sdk.transport import Http, RetryPolicy
+        from hearth.wire.messages import HttpRequest
+
+        http = Http(self.url, self.key, retries=RetryPolicy(**_FEW_RETRIES))
         request = http.request(HttpRequest("GET", f"/v1/accounts/{ACCOUNT}/{path}", params=params))
         with self.explain_absence():
             return kind.parse(background.start(request).result().content)
@@ -77,10 +79,14 @@ class Platform:
 
     def jobs(self) -> list[TrainerJob]:
         """Its trainer jobs."""
+        from hearth.wire.fireworks import TrainerJobPage
+
         return self.get("rlorTrainerJobs", TrainerJobPage).rlor_trainer_jobs
 
     def deployments(self) -> list[Deployment]:
         """Its deployments."""
+        from hearth.wire.fireworks import DeploymentPage
+
         return self.get("deployments", DeploymentPage).deployments
 
 
@@ -114,7 +120,7 @@ class IdFlags(Platform):
 
 _COLUMNS = ("ID", "KIND", "STATE", "MODEL", "PID", "MEMORY", "AGE", "NOTE")
 _SHORTEST_NOTE = 20
-_FEW_RETRIES = RetryPolicy(attempts=2, base_s=0.2)
+_FEW_RETRIES: Mapping[str, Any] = {"attempts": 2, "base_s": 0.2}
 _LOOK_EVERY_S = 1.0
 _MOST_NEW_LINES = 1000
 
@@ -147,6 +153,8 @@ def logs(arguments: list[str]) -> int:
     flags = tyro.cli(LogsFlags, args=arguments, prog="hearth logs")
 
     def run() -> None:
+        from hearth.wire.fireworks import LogLines
+
         path = f"workers/{_kind(flags, flags.id)}-{flags.id}/log"
         console = Console(soft_wrap=True, highlight=False, markup=False)
         read = max(flags.lines, _MOST_NEW_LINES) if flags.follow else flags.lines
@@ -177,13 +185,10 @@ def stop(arguments: list[str]) -> int:
 
     def run() -> None:
         if _kind(flags, flags.id) == "trainer":
-            TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=_FEW_RETRIES).cancel(flags.id)
+            _open_trainers(flags).cancel(flags.id)
             message = f"trainer job {flags.id} is cancelled; its checkpoints are kept"
         else:
-            manager = DeploymentManager(
-                flags.key, flags.url, account_id=ACCOUNT, retries=_FEW_RETRIES
-            )
-            manager.scale_to_zero(flags.id)
+            _open_deployments(flags).scale_to_zero(flags.id)
             message = f"deployment {flags.id} is scaled to zero"
         Console().print(message, highlight=False, soft_wrap=True)
 
@@ -196,18 +201,30 @@ def start(arguments: list[str]) -> int:
 
     def run() -> None:
         if _kind(flags, flags.id) == "trainer":
-            TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=_FEW_RETRIES).resume(flags.id)
+            _open_trainers(flags).resume(flags.id)
             message = f"trainer job {flags.id} starts, from its base weights: a client that resumes"
             message += " it loads its last checkpoint"
         else:
-            manager = DeploymentManager(
-                flags.key, flags.url, account_id=ACCOUNT, retries=_FEW_RETRIES
-            )
-            manager.update(flags.id, min_replica_count=1, max_replica_count=1)
+            _open_deployments(flags).update(flags.id, min_replica_count=1, max_replica_count=1)
             message = f"deployment {flags.id} starts"
         Console().print(f"{message}: hearth ps", highlight=False, soft_wrap=True)
 
     return exit_code(run)
+
+
+def _open_trainers(flags: Platform) -> TrainerJobManager:
+    from hearth.sdk.trainers import TrainerJobManager
+    from hearth.sdk.transport import RetryPolicy
+
+    return TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=RetryPolicy(**_FEW_RETRIES))
+
+
+def _open_deployments(flags: Platform) -> DeploymentManager:
+    from hearth.sdk.deployments import DeploymentManager
+    from hearth.sdk.transport import RetryPolicy
+
+    retries = RetryPolicy(**_FEW_RETRIES)
+    return DeploymentManager(flags.key, flags.url, account_id=ACCOUNT, retries=retries)
 
 
 def _kind(flags: Platform, id: str) -> str:

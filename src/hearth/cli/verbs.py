@@ -35,7 +35,7 @@ VERBS: Mapping[str, VerbEntry] = {
         "Print where two runs differ: settings, curves, held-out numbers, the first token.",
     ),
     "rescore": VerbEntry(
-        "training.run.rescore:rescore",
+        "training.run.rescore_verb:rescore",
         "Score a run's recorded samples with another reward function, and compare.",
     ),
     "serve": VerbEntry("hearth.cli.serve:serve", "Serve a platform on a port, until Ctrl-C."),

@@ -328,6 +328,12 @@ class PageQuery(Query):
     page_token: str = ""
 
 
+class LogLines(Record):
+    """The last lines of a worker's log."""
+
+    lines: list[str]
+
+
 class LogQuery(Query):
     """How many of a log's last lines."""
 

@@ -28,12 +28,6 @@ class Failure(Record):
     error: ErrorDetail
 
 
-class LogLines(Record):
-    """The last lines of a worker's log."""
-
-    lines: list[str]
-
-
 @dataclass(frozen=True)
 class Route:
     """What goes in and out of a route; an answer without a record is any object."""
@@ -92,7 +86,9 @@ CONTROL_ROUTES: Mapping[str, Route] = {
         (fireworks.Deployment,), fireworks.DeploymentPatch
     ),
     f"DELETE {_ACCOUNT}/deployments/{{deployment_id}}": Route(),
-    f"GET {_ACCOUNT}/workers/{{worker}}/log": Route((LogLines,), query=fireworks.LogQuery),
+    f"GET {_ACCOUNT}/workers/{{worker}}/log": Route(
+        (fireworks.LogLines,), query=fireworks.LogQuery
+    ),
 }
 """The control plane's, by method and path."""
 

@@ -12,14 +12,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tyro
 from rich.console import Console
 
 from hearth.errors import ConfigError
@@ -31,6 +29,7 @@ from training.data.rows import Row, load_rows
 from training.rewards.score import ScoringReward, Unscored, as_score
 from training.rewards.scoring import AnyReward, call_reward
 from training.run.rescore_report import Pair, compare, describe
+from training.run.rescore_verb import RescoreOptions
 
 REWARD_KEY = "hearth.reward"
 COLUMNS = (
@@ -61,31 +60,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 Outcome = tuple[float | None, str | None]
 """A reward, or the error in its place; neither for a sample without any text."""
-
-
-@dataclass(kw_only=True)
-class RescoreOptions:
-    """Score a run's recorded samples with another reward function, and compare."""
-
-    run: Annotated[str, tyro.conf.Positional]
-    """Folder of the run."""
-    reward: str
-    """The function, as MODULE:FUNCTION; modules of the current folder are found too."""
-    name: str | None = None
-    """What the result is called, in rescored/NAME.parquet; None takes the function's name."""
-    workers: int = 1
-    """Processes that a plain function runs in, or calls of an async one that run at once."""
-    replace: bool = False
-    """Overwrite the result of this name."""
-
-
-def rescore(arguments: list[str] | None = None) -> int:
-    """Score a run's recorded samples with another reward function, and compare."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options = tyro.cli(RescoreOptions, args=given, prog="hearth rescore")
-    from training.run.command import run_to_exit_code
-
-    return run_to_exit_code(lambda: rescore_and_report(options, Console()))
 
 
 def rescore_and_report(options: RescoreOptions, console: Console) -> Path:

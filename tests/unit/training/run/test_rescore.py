@@ -10,8 +10,9 @@ from hearth.errors import ConfigError
 from hearth.records.layout import SAMPLES, name_file
 from hearth.records.table import make_table, write_samples
 from training.rewards import Score, ScoringReward
-from training.run.rescore import RescoreOptions, find_reward, rescore_and_report
+from training.run.rescore import find_reward, rescore_and_report
 from training.run.rescore_report import Pair, compare, describe
+from training.run.rescore_verb import RescoreOptions
 
 HERE = __name__
 
