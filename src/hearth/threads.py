@@ -52,7 +52,7 @@ class ThreadBudget:
 
     def add_member(self) -> Member:
         """Take a record on the board, until ``Member.leave`` or the process's end."""
-        with self._locked():
+        with self._hold_lock():
             for number, (pid, _) in enumerate(self._records):
                 if pid == 0 or not _is_alive(int(pid)):
                     self._records[number] = os.getpid(), 0
@@ -94,7 +94,7 @@ class ThreadBudget:
             self._set(threads)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         with self._lock:
             if self._descriptor is None:
                 yield

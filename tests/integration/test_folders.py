@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hearth.sync.folders import drafted
+from hearth.sync.folders import write_draft
 
 
 def names(root: Path) -> list[str]:
@@ -14,8 +14,8 @@ def names(root: Path) -> list[str]:
 def test_a_killed_writers_draft_is_swept_by_the_next(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, signal, sys\n"
-        "from hearth.sync.folders import drafted\n"
-        "with drafted(pathlib.Path(sys.argv[1])) as draft:\n"
+        "from hearth.sync.folders import write_draft\n"
+        "with write_draft(pathlib.Path(sys.argv[1])) as draft:\n"
         "    (draft / 'half').touch()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -23,7 +23,7 @@ def test_a_killed_writers_draft_is_swept_by_the_next(tmp_path: Path) -> None:
     assert killed.returncode == -9
     assert [name[:9] for name in names(tmp_path)] == [".draft-a-"]
 
-    with drafted(tmp_path / "b") as draft:
+    with write_draft(tmp_path / "b") as draft:
         (draft / "text").touch()
 
     assert names(tmp_path) == ["b"]

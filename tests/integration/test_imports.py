@@ -19,6 +19,15 @@ from hearth.cli.verbs import VERBS
             {"torch"},
             id="the wire",
         ),
+        pytest.param(
+            ["hearth.records.layout", "hearth.records.timeline"],
+            {"pyarrow", "numpy", "torch"},
+            id="names and states of records",
+        ),
+        pytest.param(["hearth.records.reading"], {"torch"}, id="reading records"),
+        pytest.param(
+            ["hearth.viewer.app", "hearth.viewer.verb"], {"torch", "transformers"}, id="the viewer"
+        ),
         pytest.param(["training.rewards"], {"torch", "math_verify"}, id="rewards"),
         pytest.param(
             [target.partition(":")[0] for name, (target, _) in VERBS.items() if name != "train"],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
 import random
 import resource
-import subprocess
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from training.run.log_path import prepare_log_path
 from training.run.metrics import MetricsLog, read_records
 
 BASE = "tiny"
+LIBC = ctypes.CDLL(None)
+MS_RDONLY, MS_REMOUNT = 1, 32  # of mount(2)
 FACTS = CheckpointFacts(base_model=BASE, lora=None, steps=3, created_s=1.5)
 
 
@@ -186,16 +189,12 @@ def flip_bit(content: bytes, place: int, bit: int) -> bytes:
 def mounted(folder: Path, size: int) -> Iterator[None]:
     """A disk of ``size`` bytes at ``folder``."""
     folder.mkdir()
-    options = f"size={size},mode=700"
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False
-    )
-    if done.returncode:
+    if mount(folder, 0, f"size={size},mode=700"):
         pytest.skip("mounting a small disk must be allowed (root), got a refusal")
     try:
         yield
     finally:
-        subprocess.run(["umount", folder], check=True)
+        assert LIBC.umount(os.fsencode(folder)) == 0
 
 
 def write_or_refuse(kind: Kind, root: Path, value: float) -> str | None:
@@ -207,8 +206,11 @@ def write_or_refuse(kind: Kind, root: Path, value: float) -> str | None:
     return None
 
 
-def remount(folder: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+def mount(folder: Path, flags: int, options: str) -> int:
+    """0 where the system has done it."""
+    return LIBC.mount(
+        b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(flags), options.encode()
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -234,7 +236,7 @@ def test_on_a_disk_that_is_full_at_any_write_what_was_there_stays(tmp_path, name
                 assert drafts == [], "half a file is not left behind"
                 if name == "delta":
                     for path in disk.glob("s*"):
-                        subprocess.run(["rm", "-r", path], check=True)
+                        shutil.rmtree(path)
             else:
                 break
         assert refused
@@ -248,7 +250,7 @@ def test_a_read_only_disk_is_an_error_that_says_so(tmp_path):
             (disk / name).mkdir()
             if name != "snapshot":
                 kind.write(disk / name, 1.0)
-        remount(disk, "ro")
+        assert mount(disk, MS_REMOUNT | MS_RDONLY, "") == 0
         for name in ("checkpoint", "snapshot", "run.json", "trained_on.json", "exit.json"):
             with pytest.raises(StorageError, match=r"Read-only file system: its disk is read-only"):
                 KINDS[name].write(disk / name, 2.0)

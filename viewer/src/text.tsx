@@ -208,6 +208,15 @@ export function Empty({ title, children }: { title: string; children?: Component
   );
 }
 
+/** A page whose data are still asked for, or cannot be had. */
+export function Pending({ error }: { error: string | null }) {
+  return (
+    <main class="view" aria-busy={!error}>
+      {error && <Failure text={error} />}
+    </main>
+  );
+}
+
 /** An error of the server. */
 export function Failure({ text }: { text: string }) {
   return (

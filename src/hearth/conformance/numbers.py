@@ -41,7 +41,7 @@ _SETTINGS = types.AdamParams(
 """Without memory a step is a formula of one gradient."""
 
 
-def _need_reference(server: Server) -> Path:
+def _require_reference(server: Server) -> Path:
     if server.reference is None:
         raise SkipError("needs --reference, a folder with the weights of the base model")
     return server.reference
@@ -93,7 +93,7 @@ def _download(server: Server, client: tinker.TrainingClient, name: str, folder: 
 
 
 def _check_base(server: Server) -> str:
-    model = _load(_need_reference(server))
+    model = _load(_require_reference(server))
     data = make_data(30)
     worst = difference(score(server.begin(), data), _as_array(_score_here(model, data)))
     prompt = data[0].model_input
@@ -109,7 +109,7 @@ def _check_base(server: Server) -> str:
 
 
 def _check_adapter(server: Server) -> str:
-    folder = _need_reference(server)
+    folder = _require_reference(server)
     # PEFT warns of adapters on a tied head, and loads them otherwise than they were trained.
     client, data = server.begin(train_unembed=False), make_data(31)
     train(client, 31)
@@ -144,7 +144,7 @@ def _step(
     server: Server, adam: types.AdamParams
 ) -> tuple[Any, Any, dict[str, NDArray[np.float64]]]:
     """A run's model before and after a step, and the step's gradient in float64."""
-    folder = _need_reference(server)
+    folder = _require_reference(server)
     client, data = server.begin(train_unembed=False), make_data(32)
     # One factor of a new adapter is zero, and the other has no gradient before it moves.
     get(client.forward_backward(make_data(33), "cross_entropy"))

@@ -119,6 +119,8 @@ class Kernels:
         Each thread takes some of the rows, ``least_rows`` at least, through all layers.
         ``adapters`` has for each row the address of its ``LoraUpdate`` array: seven per layer (q,
         k, v, o, gate, up, down), then the head's; None for a row without an adapter.
+
+        Seven parameters and no record, which would have to be made anew for every token.
         """
         logits = torch.empty(shape.rows, model.vocab)
         self.library.hearth_decode_step(

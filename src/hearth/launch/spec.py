@@ -166,7 +166,8 @@ class Worker(Protocol):
 class Watcher(Protocol):
     """Called when a worker is ready or fails, from a thread of the launcher's.
 
-    The control plane has one for jobs and one for deployments.
+    A protocol, since the control plane implements it, for jobs and for deployments, and ``launch``
+    imports nothing of ``control``.
     """
 
     def ready(self, worker: Worker) -> None:

@@ -210,9 +210,9 @@ class TokenBatch:
         if not bool(torch.stack([fault.any() for fault in faults.values()]).any()):
             return
         name = next(name for name, fault in faults.items() if bool(fault.any()))
-        raise self._fault(name, int(faults[name].nonzero()[0]))
+        raise self._describe_fault(name, int(faults[name].nonzero()[0]))
 
-    def _fault(self, name: str, index: int) -> Exception:
+    def _describe_fault(self, name: str, index: int) -> Exception:
         segment = int(self.segment_ids[index])
         position = int((self.segment_ids[:index] == segment).sum())
         is_sample = 0 <= segment < self.num_samples

@@ -69,7 +69,7 @@ class Routers:
             record.note(layer, output[2])
 
         hooks = [partial(note, layer) for layer in range(self.shape.layers)]
-        with _hooked(self._modules, hooks):
+        with _add_hooks(self._modules, hooks):
             yield record
 
     @contextlib.contextmanager
@@ -87,7 +87,7 @@ class Routers:
             return logits, self._weightings[layer](logits, chosen).to(weights.dtype), chosen
 
         hooks = [partial(replace, layer) for layer in range(self.shape.layers)]
-        with _hooked(self._modules, hooks):
+        with _add_hooks(self._modules, hooks):
             yield
 
 
@@ -109,7 +109,7 @@ def find_routers(loaded: LoadedModel) -> Routers | None:
 
     modules = list(loaded.module.modules())
     ids = torch.arange(_PROBED_TOKENS, device=loaded.device)[None] % loaded.vocab_size
-    with _hooked(modules, [note] * len(modules)):
+    with _add_hooks(modules, [note] * len(modules)):
         loaded.module(input_ids=ids, use_cache=False)
     weightings = [_weighting_of(module, decision) for module, decision in decisions.items()]
     known = [weighting for weighting in weightings if weighting is not None]
@@ -121,7 +121,7 @@ def find_routers(loaded: LoadedModel) -> Routers | None:
 
 
 @contextlib.contextmanager
-def _hooked(modules: Sequence[nn.Module], hooks: Sequence[Callable[..., Any]]) -> Iterator[None]:
+def _add_hooks(modules: Sequence[nn.Module], hooks: Sequence[Callable[..., Any]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, hook in zip(modules, hooks, strict=True):
             stack.callback(module.register_forward_hook(hook).remove)

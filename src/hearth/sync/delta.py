@@ -119,12 +119,12 @@ def _apply_to_tensor(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Ten
     if set(parts) == {"whole"}:
         new = parts["whole"]
         if (new.dtype, new.shape) != (old.dtype, old.shape):
-            raise _misfit(name, f"{new.dtype} {list(new.shape)}", old)
+            raise _mismatch_error(name, f"{new.dtype} {list(new.shape)}", old)
         return new.to(old.device)
     values = parts.get("values")
     index_part = next((part for part in parts if part != "values"), "")
     if values is None or len(parts) != 2 or index_part not in ("bitmap", *_ESCAPES):
-        raise _misfit(name, f"the parts {sorted(parts)}", old)
+        raise _mismatch_error(name, f"the parts {sorted(parts)}", old)
     stored = parts[index_part].numpy()
     if index_part == "bitmap":
         where = np.flatnonzero(np.unpackbits(stored, bitorder="little"))
@@ -132,7 +132,7 @@ def _apply_to_tensor(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Ten
         where = _decode_gaps(stored, index_part)
     last = int(where[-1]) if where.size else -1
     if values.dtype != old.dtype or values.numel() != where.size or last >= old.numel():
-        raise _misfit(name, f"{values.numel()} {values.dtype} up to element {last}", old)
+        raise _mismatch_error(name, f"{values.numel()} {values.dtype} up to element {last}", old)
     new = old.detach().clone(memory_format=torch.contiguous_format)
     # Not _bits: for a tensor without dimensions that could be a copy.
     flat = new.view(-1).view(_INTEGERS[old.element_size()])
@@ -140,7 +140,7 @@ def _apply_to_tensor(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Ten
     return new
 
 
-def _misfit(name: str, found: str, old: Tensor) -> EngineError:
+def _mismatch_error(name: str, found: str, old: Tensor) -> EngineError:
     return EngineError(
         f"delta of tensor {name!r} must fit {old.dtype} {list(old.shape)}, got {found}"
     )

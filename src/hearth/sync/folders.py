@@ -27,7 +27,7 @@ _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextlib.contextmanager
-def drafted(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, None]:
+def write_draft(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, None]:
     """An empty draft that becomes ``folder`` when the ``with`` ends.
 
     Its files are on the disk by then. An overwritten folder changes from the old to the new content
@@ -45,7 +45,7 @@ def drafted(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, N
         if folder.exists() and not overwrite:
             raise _name_taken(folder)
         draft, lock = _new_draft(root, folder.name)
-        with _removed_at_the_end(draft, lock):
+        with _remove_at_end(draft, lock):
             yield draft
             for path in (*draft.rglob("*"), draft):
                 fsync(path)
@@ -54,7 +54,7 @@ def drafted(folder: Path, *, overwrite: bool = False) -> Generator[Path, None, N
 
 
 @contextlib.contextmanager
-def _removed_at_the_end(draft: Path, lock: int | None) -> Generator[None, None, None]:
+def _remove_at_end(draft: Path, lock: int | None) -> Generator[None, None, None]:
     try:
         yield
     finally:
@@ -69,7 +69,7 @@ def sweep(root: Path) -> None:
     for aside in root.glob(f"{_ASIDE}*"):
         folder = root / aside.name.removeprefix(_ASIDE).rpartition("-")[0]
         # Waits for a living writer between its two renames.
-        with _locked(aside) as is_locked:
+        with _hold_lock(aside) as is_locked:
             if not is_locked or not aside.exists():
                 continue
             if folder.exists():
@@ -77,7 +77,7 @@ def sweep(root: Path) -> None:
             else:
                 aside.rename(folder)
     for draft in root.glob(f"{_DRAFT}*"):
-        with _locked(draft, wait=False) as is_locked:
+        with _hold_lock(draft, wait=False) as is_locked:
             if is_locked:
                 shutil.rmtree(draft, ignore_errors=True)
 
@@ -113,7 +113,7 @@ def put_in_place(draft: Path, folder: Path, *, overwrite: bool, can_exchange: bo
     if can_exchange and _exchange(draft, folder):
         return
     aside = folder.parent / f"{_ASIDE}{folder.name}-{secrets.token_hex(4)}"
-    with _locked(folder):
+    with _hold_lock(folder):
         folder.rename(aside)
         draft.rename(folder)
     shutil.rmtree(aside, ignore_errors=True)
@@ -136,7 +136,7 @@ def _new_draft(root: Path, name: str) -> tuple[Path, int | None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Generator[bool, None, None]:
+def _hold_lock(folder: Path, *, wait: bool = True) -> Generator[bool, None, None]:
     """Whether the ``with`` holds the folder's lock."""
     lock = _lock(folder, wait=wait)
     try:

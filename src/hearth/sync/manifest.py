@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hearth.errors import EngineError, RequestError
 from hearth.files import is_intact, seal
-from hearth.sync.folders import drafted
+from hearth.sync.folders import write_draft
 
 MANIFEST_FILE = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)
@@ -126,7 +126,7 @@ def write_folder(
         RequestError: the folder exists.
         StorageError: the disk refused.
     """
-    with drafted(folder) as draft:
+    with write_draft(folder) as draft:
         arrays = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         save_file(arrays, draft / f"{name}.safetensors")
         own = {"number": next_number(folder.parent), "files": {name: describe(tensors)}}

@@ -250,7 +250,7 @@ class Bases:
         """The base model of a name that was used before."""
         return self._bases.get(name)
 
-    def unknown(self, name: str) -> Base:
+    def make_unknown(self, name: str) -> Base:
         """A base of a name that stands for nothing, for a run that says so."""
         return self._make(name)
 

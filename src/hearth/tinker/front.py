@@ -68,7 +68,7 @@ class _Sampling:
     """How many of its samples are not there yet."""
 
 
-class Samples:
+class SamplingRequests:
     """Sampling requests by id: those that run, and the last ones that have ended.
 
     Results that are not fetched are kept longer than those that are: clients ask for them again.
@@ -172,7 +172,7 @@ class Front:
         self._clock = clock
         self.bases = Bases(plane, gateway)
         self.saved = SavedWeights(plane.store.tinker_saved, self.bases, self._is_sampled)
-        self.samples = Samples()
+        self.samples = SamplingRequests()
         self._sessions, self._runs = plane.store.tinker_sessions, plane.store.tinker_runs
         self._samplers = plane.store.tinker_samplers
         self._live: dict[str, TinkerRun] = {}
@@ -586,7 +586,7 @@ class Front:
             failure = None
         if base is None:
             # The run exists, so that its future can say what is wrong.
-            base = self.bases.unknown(facts.base_model)
+            base = self.bases.make_unknown(facts.base_model)
         run = TinkerRun(run_id, facts, base, self._journal_of(run_id), self._finish_save)
         self._live[run_id] = run
         if failure is not None:

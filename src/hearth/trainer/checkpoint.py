@@ -23,7 +23,7 @@ import hearth
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.files import CHECKSUM, seal
 from hearth.models.lora import LoraOptions
-from hearth.sync.folders import drafted, remove_folder, sweep
+from hearth.sync.folders import remove_folder, sweep, write_draft
 from hearth.sync.manifest import MANIFEST_FILE, check_name, folder_names, next_number, read_manifest
 from hearth.trainer.dcp import FileEntry, load_tensors, save_tensors, verify_files
 
@@ -147,7 +147,7 @@ class CheckpointFolder:
         """
         check_name(name, "path")
         check_metadata(facts.metadata)
-        with drafted(self._root / name, overwrite=overwrite) as draft:
+        with write_draft(self._root / name, overwrite=overwrite) as draft:
             yield draft
         self._remove_oldest()
 

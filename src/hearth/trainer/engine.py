@@ -75,7 +75,7 @@ def _run_alone(
         with self.lock:
             if self.is_closed:
                 raise ClosedError(f"trainer {self.name!r} must be running, got a call after close")
-            with self.around(method.__name__, *args, **kwargs):
+            with self.wrap_operation(method.__name__, *args, **kwargs):
                 return method(self, *args, **kwargs)
 
     return run
@@ -449,7 +449,9 @@ class TrainerEngine:
             trust_remote_code=options.trust_remote_code,
         )
 
-    def around(self, operation: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    def wrap_operation(
+        self, operation: str, *args: Any, **kwargs: Any
+    ) -> AbstractContextManager[None]:
         """A context manager around each operation, given its name and arguments."""
         return contextlib.nullcontext()
 

@@ -19,7 +19,7 @@ from hearth.models.lora import (
     merge_tensors,
     write_adapter,
 )
-from hearth.sync.folders import drafted
+from hearth.sync.folders import write_draft
 from hearth.sync.store import Snapshot
 
 
@@ -57,7 +57,7 @@ def export_snapshot(snapshot: Snapshot, options: ExportOptions) -> None:
     dtype = _source_dtype(options.source, trust) if is_adapter else _dtype_of(snapshot.tensors)
     try:
         loaded = load_model(options.source, name=base_model, dtype=dtype, trust_remote_code=trust)
-        with drafted(Path(options.folder).expanduser()) as draft:
+        with write_draft(Path(options.folder).expanduser()) as draft:
             if is_adapter:
                 attach_lora(loaded, LoraOptions.from_metadata(snapshot.metadata))
                 load_adapter_tensors(loaded, snapshot.tensors)

@@ -36,7 +36,7 @@ _MAX_BODY = 2**16
 
 
 @dataclass(frozen=True)
-class Access:
+class KeyedApp:
     """An app that is answered only with the key, and only here.
 
     ``/?key=KEY`` sets a cookie and leads to the page without the key in its address. Programs send

@@ -18,16 +18,16 @@ from starlette.routing import Route
 
 from hearth.errors import HearthError, NotFoundError, RequestError
 from hearth.records.layout import SampleId
-from hearth.viewer.access import Access
+from hearth.viewer.access import KeyedApp
 from hearth.viewer.compare import compare_runs
 from hearth.viewer.database import Database
 from hearth.viewer.exports import FORMATS, export_samples
-from hearth.viewer.jobs import Jobs
+from hearth.viewer.jobs import SamplingJobs
 from hearth.viewer.library import Library
 from hearth.viewer.live import Live
 from hearth.viewer.prompts import list_prompts, show_prompt
 from hearth.viewer.reports import report_of
-from hearth.viewer.run import Run
+from hearth.viewer.run import RecordedRun
 from hearth.viewer.samples import FILTERS, Samples, parse_count
 from hearth.viewer.timeline import MOST_SPANS
 from hearth.viewer.tokens import TokenReader
@@ -48,15 +48,15 @@ Answer = Callable[[Request], Any]
 class Viewer:
     """What the routes ask: the runs, their samples, and what goes on. Used on one event loop."""
 
-    def __init__(self, library: Library, jobs: Jobs | None = None) -> None:
+    def __init__(self, library: Library, jobs: SamplingJobs | None = None) -> None:
         self.library = library
         self.database = Database(library.roots)
         self.tokens = TokenReader()
         self.live = Live(library)
-        self.jobs = jobs or Jobs()
+        self.jobs = jobs or SamplingJobs()
         self._room = asyncio.Semaphore(_QUERIES_AT_ONCE)
 
-    def run(self, request: Request) -> Run:
+    def run(self, request: Request) -> RecordedRun:
         """The run that a request names, as its files are now."""
         run = self.library.find(request.path_params["run"])
         run.refresh()
@@ -78,7 +78,7 @@ class Viewer:
             return await run_in_threadpool(ask, request)
 
 
-def create_app(library: Library, key: str, cookie: str, jobs: Jobs | None = None) -> App:
+def create_app(library: Library, key: str, cookie: str, jobs: SamplingJobs | None = None) -> App:
     """The viewer's app, which answers whoever shows the key."""
     viewer = Viewer(library, jobs)
 
@@ -96,7 +96,7 @@ def create_app(library: Library, key: str, cookie: str, jobs: Jobs | None = None
         lifespan=live_long,
     )
     app.state.viewer = viewer
-    return Access(app, key, cookie)
+    return KeyedApp(app, key, cookie)
 
 
 ROUTES: Mapping[str, str] = {
@@ -153,12 +153,12 @@ def _api_routes(viewer: Viewer) -> list[Route]:
     routes = [Route(f"/api{path}", _json(viewer, ask)) for path, ask in answers.items()]
     return [
         *routes,
-        Route("/api/runs/{run}/export", _bound(viewer, _export)),
-        Route("/api/runs/{run}/report", _bound(viewer, _report)),
-        Route("/api/runs/{run}/again", _bound(viewer, _again), methods=["POST"]),
-        Route("/api/jobs/{job}", _bound(viewer, _job)),
-        Route("/api/live", _bound(viewer, _listen)),
-        Route("/api/{path:path}", _no_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        Route("/api/runs/{run}/export", _bind(viewer, _export)),
+        Route("/api/runs/{run}/report", _bind(viewer, _report)),
+        Route("/api/runs/{run}/again", _bind(viewer, _sample_again), methods=["POST"]),
+        Route("/api/jobs/{job}", _bind(viewer, _show_job)),
+        Route("/api/live", _bind(viewer, _listen)),
+        Route("/api/{path:path}", _refuse_route, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
     ]
 
 
@@ -173,7 +173,7 @@ def _json(viewer: Viewer, ask: Answer) -> Callable[[Request], Awaitable[Response
     return respond
 
 
-def _bound(
+def _bind(
     viewer: Viewer, handle: Callable[[Viewer, Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
@@ -194,18 +194,18 @@ def _show_run(viewer: Viewer, request: Request) -> dict[str, Any]:
     run = viewer.run(request)
     counts = viewer.database.count_samples([run])
     sizes = [file.path.stat().st_size for file in run.files() if file.path.exists()]
-    damaged = viewer.database.damaged(run)
+    damaged = viewer.database.list_damaged(run)
     return {
         **run.row(),
         "differs": {},
         "has_samples": run.key in counts,
         "samples": counts.get(run.key, 0),
         "config": run.config(),
-        "changed": run.changed(),
+        "changed": run.read_changed_settings(),
         "metrics": run.metrics.names(),
         "evaluations": run.metrics.evaluations(),
         "versions": run.timeline.versions,
-        "rescored": run.rescored(),
+        "rescored": run.list_rescored(),
         "recording": {
             "bytes": sum(sizes),
             "files": len(sizes),
@@ -215,7 +215,7 @@ def _show_run(viewer: Viewer, request: Request) -> dict[str, Any]:
     }
 
 
-def _describe_recording(run: Run, damaged: Mapping[str, str]) -> str:
+def _describe_recording(run: RecordedRun, damaged: Mapping[str, str]) -> str:
     notes = [
         str(event.get("text", "")) for event in run.timeline.events if event["name"] == "recording"
     ][-1:]
@@ -297,7 +297,7 @@ async def _report(viewer: Viewer, request: Request) -> Response:
     return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
 
-async def _again(viewer: Viewer, request: Request) -> Response:
+async def _sample_again(viewer: Viewer, request: Request) -> Response:
     try:
         asked = orjson.loads(await request.body())
     except orjson.JSONDecodeError:
@@ -315,7 +315,7 @@ async def _again(viewer: Viewer, request: Request) -> Response:
     return Response(orjson.dumps({"job": job}), media_type="application/json")
 
 
-async def _job(viewer: Viewer, request: Request) -> Response:
+async def _show_job(viewer: Viewer, request: Request) -> Response:
     content = viewer.jobs.find(request.path_params["job"])
     return Response(orjson.dumps(content), media_type="application/json")
 
@@ -335,7 +335,7 @@ async def _listen(viewer: Viewer, _: Request) -> Response:
     return StreamingResponse(stream(), media_type="text/event-stream")
 
 
-async def _no_route(request: Request) -> Response:
+async def _refuse_route(request: Request) -> Response:
     raise NotFoundError(
         f"path must be one that GET /api/schema lists, got {request.url.path[:200]!r}"
     )

@@ -10,7 +10,7 @@ from hearth.errors import RequestError
 from hearth.records.layout import SampleId
 from hearth.viewer.database import Database
 from hearth.viewer.library import find_differences, flatten
-from hearth.viewer.run import Run
+from hearth.viewer.run import RecordedRun
 from hearth.viewer.samples import Samples
 from hearth.viewer.tokens import TokenReader
 
@@ -21,7 +21,9 @@ _IDS = "kind, step, index, completion, segment"
 _NOTHING = {"step": None, "metric": None, "sample": None, "token": None}
 
 
-def compare_runs(runs: Sequence[Run], database: Database, reader: TokenReader) -> dict[str, Any]:
+def compare_runs(
+    runs: Sequence[RecordedRun], database: Database, reader: TokenReader
+) -> dict[str, Any]:
     """The settings that differ, and where the second run parts from the first.
 
     Raises:
@@ -38,7 +40,7 @@ def compare_runs(runs: Sequence[Run], database: Database, reader: TokenReader) -
 
 
 def find_parting(
-    first: Run, second: Run, database: Database, reader: TokenReader
+    first: RecordedRun, second: RecordedRun, database: Database, reader: TokenReader
 ) -> dict[str, Any] | None:
     """The first difference of two runs in what they sampled or counted; None where there is none
     in what both have."""
@@ -60,7 +62,9 @@ def find_parting(
     }
 
 
-def _first_metric(first: Run, second: Run) -> tuple[int, str, tuple[float, float]] | None:
+def _first_metric(
+    first: RecordedRun, second: RecordedRun
+) -> tuple[int, str, tuple[float, float]] | None:
     first_steps, second_steps = first.metrics.train, second.metrics.train
     names = [
         name
@@ -101,7 +105,7 @@ def _first_sample(first: Samples, second: Samples) -> tuple[SampleId, str] | Non
 
 
 def _describe_sample(
-    first: Run, second: Run, found: tuple[SampleId, str], reader: TokenReader
+    first: RecordedRun, second: RecordedRun, found: tuple[SampleId, str], reader: TokenReader
 ) -> dict[str, Any]:
     sample, what = found
     place = {"step": sample.step, "sample": str(sample)}

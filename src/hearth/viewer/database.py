@@ -18,7 +18,7 @@ import duckdb
 import pyarrow.parquet as pq
 
 from hearth.records.layout import SAMPLES
-from hearth.viewer.run import Run, stamp
+from hearth.viewer.run import RecordedRun, stamp
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Database:
         """A connection of one thread's own, to be closed by it."""
         return self._connection.cursor()
 
-    def samples(self, run: Run) -> SampleTable:
+    def samples(self, run: RecordedRun) -> SampleTable:
         """The table of a run's samples, as its files are now."""
         with self._lock:
             table = self._tables.get(run.folder)
@@ -114,7 +114,7 @@ class Database:
         self._drop_oldest(table)
         return table
 
-    def count_samples(self, runs: Sequence[Run]) -> dict[str, int]:
+    def count_samples(self, runs: Sequence[RecordedRun]) -> dict[str, int]:
         """Samples on record by the key of each run that records them.
 
         Only what files say about themselves is read, and kept.
@@ -131,7 +131,7 @@ class Database:
                 counts[run.key] = known[1]
         return counts
 
-    def damaged(self, run: Run) -> dict[str, str]:
+    def list_damaged(self, run: RecordedRun) -> dict[str, str]:
         """Files of a run's samples that cannot be read, with why; of runs not looked at, none."""
         with self._lock:
             table = self._tables.get(run.folder)
@@ -160,7 +160,7 @@ class Database:
 class SampleTable:
     """The samples of one run by column."""
 
-    def __init__(self, database: Database, run: Run, number: int) -> None:
+    def __init__(self, database: Database, run: RecordedRun, number: int) -> None:
         self.database = database
         self.run = run
         self.name = f"rows_{number}"

@@ -32,7 +32,7 @@ class Job:
     task: asyncio.Task[None] | None = None
 
 
-class Jobs:
+class SamplingJobs:
     """Starts the processes that sample again. Used on one event loop."""
 
     def __init__(self, command: tuple[str, ...] = COMMAND) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hearth.errors import ConfigError, NotFoundError
 from hearth.records.layout import SAMPLES, TIMELINE
-from hearth.viewer.run import METRICS, Run
+from hearth.viewer.run import METRICS, RecordedRun
 
 DEPTH = 3
 """Levels below a named folder at which runs are looked for."""
@@ -38,10 +38,10 @@ class Library:
                 )
         self.roots = list(dict.fromkeys(root.resolve() for root in roots))
         self._lock = threading.Lock()
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, RecordedRun] = {}
         self._scanned = -_SCAN_EVERY_S
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[RecordedRun]:
         """All runs by name."""
         with self._lock:
             now = time.monotonic()
@@ -50,7 +50,7 @@ class Library:
                 self._scanned = now
             return sorted(self._runs.values(), key=lambda run: run.name)
 
-    def find(self, key: str) -> Run:
+    def find(self, key: str) -> RecordedRun:
         """The run of a name as URLs have it.
 
         Raises:
@@ -80,7 +80,7 @@ class Library:
         self._runs = {
             folder: known
             if (known := self._runs.get(folder)) is not None and known.name == name
-            else Run(folder, name)
+            else RecordedRun(folder, name)
             for folder, name in names.items()
         }
 

@@ -63,7 +63,7 @@ def show_prompt(samples: Samples, name: str) -> dict[str, Any]:
     kind, _, row = name.partition(".")
     if not row.removeprefix("-").isdecimal() or len(row) > 18:
         raise NotFoundError(f"a prompt must be KIND.ROW, got {name[:80]!r}")
-    found = samples.whole("kind = ? AND row = ?", [kind, int(row)])
+    found = samples.read_whole("kind = ? AND row = ?", [kind, int(row)])
     if not found:
         raise NotFoundError(f"prompt {name[:80]} must be on record, got no answer to it")
     steps: dict[tuple[int, int], list[dict[str, Any]]] = {}

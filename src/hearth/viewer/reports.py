@@ -17,7 +17,7 @@ from hearth.errors import RequestError
 from hearth.records.layout import SampleId
 from hearth.viewer.database import Database
 from hearth.viewer.library import flatten
-from hearth.viewer.run import Run
+from hearth.viewer.run import RecordedRun
 from hearth.viewer.samples import Samples
 from hearth.viewer.tokens import TokenReader
 
@@ -47,7 +47,7 @@ _INVISIBLE = re.compile(
 
 
 def report_of(
-    run: Run, database: Database, reader: TokenReader, query: Mapping[str, str]
+    run: RecordedRun, database: Database, reader: TokenReader, query: Mapping[str, str]
 ) -> tuple[str, str]:
     """The file's name without its end, and the page.
 
@@ -104,7 +104,7 @@ def format_number(value: object, digits: int = 4) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
 
 
-def _describe_run(run: Run, samples: Samples) -> dict[str, Any]:
+def _describe_run(run: RecordedRun, samples: Samples) -> dict[str, Any]:
     series = run.metrics.series([name for name, _ in _CURVES], {})
     curves = []
     for name, title in _CURVES:
@@ -144,7 +144,7 @@ def _draw(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
     return {"line": line, "left": left, "right": right, "low": low, "high": high}
 
 
-def _describe_sample(run: Run, reader: TokenReader, sample: SampleId) -> dict[str, Any]:
+def _describe_sample(run: RecordedRun, reader: TokenReader, sample: SampleId) -> dict[str, Any]:
     content = reader.read(run, sample)
     values = content["values"]
     logprobs = values.get("policy", values.get("behavior"))

@@ -13,7 +13,7 @@ from hearth.records.layout import RESCORED, SAMPLES, TIMELINE, SampleFile, list_
 from hearth.records.timeline import RunState, read_state
 from hearth.viewer.lines import read_object
 from hearth.viewer.metrics import REWARDS, Metrics
-from hearth.viewer.timeline import Timeline
+from hearth.viewer.timeline import RecordedTimeline
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
@@ -23,7 +23,7 @@ _STATE_FOR_S = 1.0
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
-class Run:
+class RecordedRun:
     """A run's folder. Any thread may call it."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -31,7 +31,7 @@ class Run:
         self.name = name
         self.lock = threading.RLock()
         self._metrics = Metrics(folder / METRICS)
-        self._timeline = Timeline(folder / TIMELINE)
+        self._timeline = RecordedTimeline(folder / TIMELINE)
         self._read_at: Signature = ()
         self._state: tuple[Signature, float, RunState] | None = None
         self._objects: dict[str, tuple[tuple[int, int, int] | None, dict[str, Any]]] = {}
@@ -77,7 +77,7 @@ class Run:
         return self._metrics
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> RecordedTimeline:
         """The events as of the last ``refresh``."""
         return self._timeline
 
@@ -111,7 +111,7 @@ class Run:
         except OSError:
             return []
 
-    def rescored(self) -> list[str]:
+    def list_rescored(self) -> list[str]:
         """Names under which the samples were scored again."""
         if not is_inside(self.folder, self.folder / RESCORED):
             return []
@@ -145,14 +145,14 @@ class Run:
             "rows_total": self._rows_total(config),
             "reward": metrics.train.last(*REWARDS),
             "held_out": metrics.evals.last("eval/accuracy"),
-            "started": state.started or _changed(self.folder / CONFIG),
+            "started": state.started or _read_change_time(self.folder / CONFIG),
             "updated": state.updated or None,
             "duration_s": duration,
             "resumes": state.resumes,
             "spark": metrics.spark(),
         }
 
-    def changed(self) -> dict[str, Any]:
+    def read_changed_settings(self) -> dict[str, Any]:
         """Settings that differ from the recipe's defaults, as [default, value]."""
         changed = self._timeline.start().get("changed")
         return changed if isinstance(changed, dict) else {}
@@ -215,7 +215,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _changed(path: Path) -> float | None:
+def _read_change_time(path: Path) -> float | None:
     found = stamp(path)
     return found[2] / 1e9 if found is not None else None
 

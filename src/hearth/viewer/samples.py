@@ -13,7 +13,7 @@ import duckdb
 from hearth.errors import ConfigError, NotFoundError, RequestError
 from hearth.records.layout import OUTCOMES, RESCORED, SampleId
 from hearth.viewer.database import COLUMNS, NUMBERS, Database, SampleTable
-from hearth.viewer.run import Run
+from hearth.viewer.run import RecordedRun
 
 MOST_LISTED = 1000
 MOST_BINS = 400
@@ -138,7 +138,7 @@ class Selection:
 class Samples:
     """The samples of one run, as its files are now. Any thread may call it."""
 
-    def __init__(self, database: Database, run: Run) -> None:
+    def __init__(self, database: Database, run: RecordedRun) -> None:
         self.database = database
         self.run = run
         self.table: SampleTable = database.samples(run)
@@ -239,7 +239,7 @@ class Samples:
         condition = "kind = ? AND index = ?"
         if len(numbers) == 2:
             condition, values = f"{condition} AND step = ?", [*values, int(numbers[1])]
-        samples = self.whole(condition, values)
+        samples = self.read_whole(condition, values)
         samples = [row for row in samples if row["step"] == samples[-1]["step"]]
         if not samples:
             raise NotFoundError(f"a group must be on record, got {name[:80]!r}")
@@ -265,10 +265,10 @@ class Samples:
             "rewards": rewards,
             "mean": mean,
             "std": deviation,
-            "samples": [_without(row, "place", "prompt") for row in samples],
+            "samples": [_leave_out(row, "place", "prompt") for row in samples],
         }
 
-    def whole(self, condition: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+    def read_whole(self, condition: str, values: Sequence[Any]) -> list[dict[str, Any]]:
         """Rows with whole texts and prompts in the order of steps."""
         columns = ", ".join(f'"{name}"' for name in ROW_COLUMNS)
         found = self.database.query(
@@ -434,14 +434,14 @@ class Samples:
                         FROM {source})))""",
             [filters.pattern, filters.pattern, *values],
         )
-        return {record[0]: _place_match(filters.places, *record[1:]) for record in found}
+        return {record[0]: _place_match(filters.places, record) for record in found}
 
     def _load_rescored(self, name: str) -> str:
         """The table of new rewards by sample."""
-        if name not in self.run.rescored():
+        if name not in self.run.list_rescored():
             raise NotFoundError(
-                f"rescored must be one of {self.run.rescored()}, got {name[:80]!r}: run hearth "
-                "rescore"
+                f"rescored must be one of {self.run.list_rescored()}, got {name[:80]!r}: "
+                "run hearth rescore"
             )
         path = self.run.path(RESCORED, f"{name}.parquet")
         at = path.stat().st_mtime_ns if path.exists() else 0
@@ -577,15 +577,9 @@ def _is_whole(text: str) -> bool:
     return text.removeprefix("-").isdecimal() and len(text) < 19
 
 
-def _place_match(
-    places: str,
-    found: str | None,
-    start: int | None,
-    text: str | None,
-    at: int | None,
-    prompt: str | None,
-    in_prompt: str | None,
-) -> dict[str, Any]:
+def _place_match(places: str, record: Sequence[Any]) -> dict[str, Any]:
+    """Where a pattern is found in a sample; ``record`` has the columns that ``_excerpts`` reads."""
+    _, found, start, text, at, prompt, in_prompt = record
     row = {**_NO_EXCERPT, "text": text or "", "text_start": start or 0, "prompt_end": prompt or ""}
     if places != "prompt" and found and text and at is not None:
         return {**row, "match": _count_units(text, at, at + len(found)), "match_in": "text"}
@@ -602,7 +596,7 @@ def _count_units(text: str, start: int, end: int) -> list[int]:
     return [len(text[:place].encode("utf-16-le", "surrogatepass")) // 2 for place in (start, end)]
 
 
-def _without(row: dict[str, Any], *names: str) -> dict[str, Any]:
+def _leave_out(row: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in names}
 
 

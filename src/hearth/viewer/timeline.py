@@ -19,7 +19,7 @@ MOST_SPANS = 20_000
 _TEXT_FIELDS = {"type", "time", "step", "name", "text", "pid", "pid_started", "host", "boot_id"}
 
 
-class Timeline:
+class RecordedTimeline:
     """What the file says now; ``refresh`` reads on. One thread at a time."""
 
     def __init__(self, path: Path) -> None:

@@ -17,7 +17,7 @@ from hearth.records.layout import SAMPLES, VOCABULARY, SampleId
 from hearth.records.reading import Vocabulary, read_sample, read_vocabulary
 from hearth.records.table import SCALAR_COLUMNS
 from hearth.viewer.lines import keep_exact
-from hearth.viewer.run import Run, is_inside, stamp
+from hearth.viewer.run import RecordedRun, is_inside, stamp
 
 _KEPT_VOCABULARIES = 2
 VALUES = {
@@ -66,7 +66,7 @@ class TokenReader:
         self._lock = threading.Lock()
         self._vocabularies: dict[tuple[Path, Any], Vocabulary] = {}
 
-    def read(self, run: Run, sample: SampleId) -> dict[str, Any]:
+    def read(self, run: RecordedRun, sample: SampleId) -> dict[str, Any]:
         """A sample as the API gives it, but for its neighbors and whether it can be sampled again.
 
         Raises:
@@ -93,7 +93,7 @@ class TokenReader:
             "settings": {name: run.config()[name] for name in _SETTINGS if name in run.config()},
         }
 
-    def read_record(self, run: Run, sample: SampleId) -> dict[str, Any]:
+    def read_record(self, run: RecordedRun, sample: SampleId) -> dict[str, Any]:
         """A sample with all columns, those by token as numpy arrays.
 
         Raises:
@@ -114,7 +114,7 @@ class TokenReader:
             raise NotFoundError(f"sample {sample} must have tokens, got none")
         return record
 
-    def vocabulary(self, run: Run) -> Vocabulary:
+    def vocabulary(self, run: RecordedRun) -> Vocabulary:
         """What the run's tokens stand for; tokens of a run without a vocabulary have no text."""
         path = run.folder / SAMPLES / VOCABULARY
         if not is_inside(run.folder, path):

@@ -105,7 +105,7 @@ def find_weights(log_path: Path, record: Mapping[str, Any], turn: int = 0) -> We
     return place
 
 
-def why_not_again(log_path: Path, record: Mapping[str, Any], turn: int = 0) -> str | None:
+def explain_refusal(log_path: Path, record: Mapping[str, Any], turn: int = 0) -> str | None:
     """Why a sample cannot be asked again, in one sentence; None where it can."""
     try:
         find_weights(log_path, record, turn)

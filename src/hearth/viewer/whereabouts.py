@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hearth.viewer.run import Run
-from hearth.viewer.weights import why_not_again
+from hearth.viewer.run import RecordedRun
+from hearth.viewer.weights import explain_refusal
 
 
-def can_sample_again(run: Run, sample: Mapping[str, Any]) -> dict[str, Any]:
+def can_sample_again(run: RecordedRun, sample: Mapping[str, Any]) -> dict[str, Any]:
     """Whether the seed and the weights of a sample, as the API gives it, are there, or why not."""
     versions = sample["values"].get("version")
     if versions is None or not sample.get("seeds"):
@@ -20,5 +20,5 @@ def can_sample_again(run: Run, sample: Mapping[str, Any]) -> dict[str, Any]:
         "versions": versions,
         **{name: sample.get(name) for name in ("seeds", "started", "sample_s")},
     }
-    reason = why_not_again(run.folder, record)
+    reason = explain_refusal(run.folder, record)
     return {"possible": reason is None, "reason": reason or ""}

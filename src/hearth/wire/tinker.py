@@ -220,14 +220,14 @@ class ForwardInput(Record):
         return self.data if self.columns is None else self.columns.datums()
 
 
-class Operation(Record):
+class ModelOperation(Record):
     """An operation of a model; ``seq_id`` is its place among them."""
 
     model_id: str
     seq_id: int
 
 
-class Forward(Operation):
+class Forward(ModelOperation):
     """Logprobs of the targets, without a gradient.
 
     The trainer keeps its pass under the name ``graph``, for a ``ForwardBackward`` on the same data.
@@ -238,7 +238,7 @@ class Forward(Operation):
     graph: str | None = None
 
 
-class ForwardBackward(Operation):
+class ForwardBackward(ModelOperation):
     """Forward, loss and gradient. Gradients add up until ``OptimStep``.
 
     Where the pass named ``graph`` is still there, the forward is not computed again.
@@ -260,7 +260,7 @@ class AdamParams(FiniteRecord):
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
-class OptimStep(Operation):
+class OptimStep(ModelOperation):
     """Applies the accumulated gradient, divided as ``grad_accumulation_normalization`` says.
 
     ``skip_zero_gradient`` leaves weights and moments as they are where the gradient is all zeros.
@@ -271,7 +271,7 @@ class OptimStep(Operation):
     skip_zero_gradient: bool = False
 
 
-class SaveWeights(Operation):
+class SaveWeights(ModelOperation):
     """Writes a resumable checkpoint: weights, optimizer, RNG and the client's ``metadata``.
 
     Example of metadata: ``{"cursor": 9, "version": 4, "config": {...}, "pinned": true}``; a pinned
@@ -283,7 +283,7 @@ class SaveWeights(Operation):
     metadata: dict[str, Any] | None = None
 
 
-class LoadWeights(Operation):
+class LoadWeights(ModelOperation):
     """Reads a resumable checkpoint, with or without its optimizer.
 
     ``path`` is a name, or ``cross_job://<job>/<name>``.
@@ -293,7 +293,7 @@ class LoadWeights(Operation):
     optimizer: bool = False
 
 
-class SaveWeightsForSampler(Operation):
+class SaveWeightsForSampler(ModelOperation):
     """Exports a snapshot that a deployment can serve.
 
     ``export_precision`` other than ``source`` (the weights' own) is refused.
@@ -305,7 +305,7 @@ class SaveWeightsForSampler(Operation):
     metadata: dict[str, Any] | None = None
 
 
-class LoadAdapter(Operation):
+class LoadAdapter(ModelOperation):
     """Starts a LoRA model from an existing PEFT adapter."""
 
     adapter_path: str

@@ -142,7 +142,7 @@ class RolloutThread:
         with self._lock:
             self._has_ended = True
         try:
-            self._wind_down()
+            self._cancel_tasks()
         finally:
             with self._lock:
                 rest = list(self._calls)
@@ -155,7 +155,7 @@ class RolloutThread:
         self._beat_at = time.monotonic()
         self._loop.call_later(_BEAT_S, self._beat)
 
-    def _wind_down(self) -> None:
+    def _cancel_tasks(self) -> None:
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()

@@ -134,7 +134,7 @@ def record_samples(config: RecipeConfig, run: Run, tokenizer: Any) -> Iterator[N
         aside = set_samples_aside(run.log_path)
     if aside is not None:
         say(f"samples that are sampled again were moved to {aside}")
-    run.timeline.begin_step(run.step + 1, run.version)
+    run.timeline.begin_step(run.step + 1)
     opening = Recorder.open(
         run.log_path, run.timeline.run, limits, lambda: read_tokens(tokenizer), say
     )

@@ -156,7 +156,7 @@ class Loop(Generic[ConfigT]):
             run.save_s = run.saved_at - started
         run.saved = (run.step, run.cursor.count)
         known = [older for older in run.checkpoints if older.name != name] + [checkpoint]
-        run.checkpoints = await asyncio.to_thread(_still_held, known, infra)
+        run.checkpoints = await asyncio.to_thread(_find_held, known, infra)
         run.recorder.finish()
         write_manifest(run.log_path, run.checkpoints)
         run.timeline.event("checkpoint", name, step=run.step)
@@ -200,7 +200,7 @@ class Loop(Generic[ConfigT]):
         run.display.note(f"the trained model is {model.name}, in {model.source}")
 
 
-def _still_held(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:
+def _find_held(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:
     """The checkpoints that the trainer still has, and those of other jobs, which it cannot list."""
     try:
         held = infra.policy.list_checkpoints()

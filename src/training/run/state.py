@@ -173,7 +173,7 @@ class Run:
         as it is.
         """
         self._check_output(config, infra)
-        self.version = infra.served_version
+        self.version = self.timeline.version = infra.served_version
         self.drops_truncated = config.truncated_completions == "drop"
         self.kl = kl_control(config)
         self.signal = SignalWatch(
@@ -359,4 +359,4 @@ class Run:
         """Begin counting for the next step."""
         self.stats = RolloutStats()
         self.step_started = self.now()
-        self.timeline.begin_step(self.step + 1, self.version)
+        self.timeline.begin_step(self.step + 1)

@@ -115,10 +115,10 @@ class Timeline:
         finally:
             self.see_span(lane, name, start, time.time(), **facts)
 
-    def begin_step(self, step: int, version: int) -> None:
-        """Write what is kept; what comes is of ``step``, with ``version`` served."""
+    def begin_step(self, step: int) -> None:
+        """Write what is kept; what comes is of ``step``."""
         self.flush()
-        self.step, self.version = step, version
+        self.step = step
 
     def flush(self) -> None:
         """Write what is kept.

@@ -116,7 +116,7 @@ class Watchdog:
             with self._lock:
                 self._stalled_at = self._now()
         elif stalled_at is not None and now - stalled_at > self._limits.grace_s:
-            self._attempt("the last message", self._say_goodbye)
+            self._attempt("the last message", self._log_exit)
             self._exit(1)
 
     def _watch(self) -> None:
@@ -149,7 +149,7 @@ class Watchdog:
         except Exception:
             logger.exception("on_stall failed; the process exits in %g s", self._limits.grace_s)
 
-    def _say_goodbye(self) -> None:
+    def _log_exit(self) -> None:
         logger.error(
             "the run has not ended %g s after its stall: the process exits", self._limits.grace_s
         )

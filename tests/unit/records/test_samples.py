@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +162,3 @@ def test_the_vocabulary_has_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert vocabulary.to_texts([1, 3, 0]) == ["a", None, "<eos>"]
     assert vocabulary.decode([1, 3, 4]) == "a\N{SLIGHTLY SMILING FACE}"
     assert vocabulary.to_bytes([2, 99]) == [b"", b""]
-
-
-@pytest.mark.slow
-def test_names_and_states_load_neither_pyarrow_nor_torch() -> None:
-    program = (
-        "import sys, hearth.records.layout, hearth.records.timeline\n"
-        "assert not {'pyarrow', 'numpy', 'torch'} & set(sys.modules)\n"
-        "import hearth.records.reading\n"
-        "assert 'torch' not in sys.modules"
-    )
-
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

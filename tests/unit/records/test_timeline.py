@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,8 @@ def start(**fields: Any) -> dict[str, Any]:
 
 
 def finished_process() -> dict[str, Any]:
-    """What a process that has ended said about itself."""
-    program = (
-        "import json; from hearth.records.timeline import *; print(json.dumps(describe_process()))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-    return json.loads(done.stdout)
+    """What a process said about itself whose number no process of this machine has."""
+    return {**describe_process(), "pid": 2**31 - 1}
 
 
 def touch(folder: Path, unix_s: float) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import RequestError
-from hearth.sync.folders import drafted, put_in_place, remove_folder, sweep
+from hearth.sync.folders import put_in_place, remove_folder, sweep, write_draft
 
 
 def write(folder: Path, text: str, *, overwrite: bool = True) -> None:
-    with drafted(folder, overwrite=overwrite) as draft:
+    with write_draft(folder, overwrite=overwrite) as draft:
         (draft / "text").write_text(text)
 
 
@@ -29,7 +29,7 @@ def names(root: Path) -> list[str]:
 def test_a_folder_appears_when_the_draft_is_done(tmp_path: Path) -> None:
     folder = tmp_path / "root" / "a"
 
-    with drafted(folder) as draft:
+    with write_draft(folder) as draft:
         (draft / "below").mkdir()
         (draft / "below" / "text").write_text("x")
         assert not folder.exists()
@@ -41,7 +41,7 @@ def test_a_folder_appears_when_the_draft_is_done(tmp_path: Path) -> None:
 def test_a_draft_that_fails_leaves_the_old_version(tmp_path: Path) -> None:
     write(tmp_path / "a", "old")
 
-    with pytest.raises(ZeroDivisionError), drafted(tmp_path / "a", overwrite=True) as draft:
+    with pytest.raises(ZeroDivisionError), write_draft(tmp_path / "a", overwrite=True) as draft:
         (draft / "text").write_text(str(1 // 0))
 
     assert (tmp_path / "a" / "text").read_text() == "old"
@@ -51,7 +51,7 @@ def test_a_draft_that_fails_leaves_the_old_version(tmp_path: Path) -> None:
 def test_a_taken_name_is_refused_also_when_it_is_taken_meanwhile(tmp_path: Path) -> None:
     with (
         pytest.raises(RequestError, match="name must be new, got 'a': it exists already"),
-        drafted(tmp_path / "a"),
+        write_draft(tmp_path / "a"),
     ):
         plant(tmp_path / "a", "first")
     with pytest.raises(RequestError, match="must be new"):
@@ -116,7 +116,7 @@ def test_what_stepped_aside_returns_or_goes(tmp_path: Path, beside: str, text: s
 
 def test_a_living_writers_draft_is_left_alone(tmp_path: Path) -> None:
     plant(tmp_path / ".draft-b-00")
-    with drafted(tmp_path / "a") as draft:
+    with write_draft(tmp_path / "a") as draft:
         write(tmp_path / "c", "c")  # another writer sweeps
         (draft / "text").write_text("still here")
 

@@ -18,6 +18,15 @@ from hearth.wire.tinker import LoraSpec
 from training.quickstart import MODEL
 
 BASE = str(MODEL)
+SAVED = records.SavedFacts(
+    owner="alice",
+    run_id="s:train:0",
+    base_model=BASE,
+    lora=LoraSpec(rank=4),
+    kind="weights",
+    name="here",
+    identity="here",
+)
 
 
 class Clock:
@@ -74,18 +83,9 @@ def test_a_session_ends_an_hour_after_its_last_sign_of_life(tmp_path: Path) -> N
 
 def test_weights_that_others_hold_a_token_for_are_refused(tmp_path: Path) -> None:
     async def work(front: Front, _: Clock) -> None:
-        saved = records.SavedFacts(
-            owner="alice",
-            run_id="s:train:0",
-            base_model=BASE,
-            lora=LoraSpec(rank=4),
-            kind="weights",
-            name="here",
-            identity="here",
-        )
-        front.saved.put(saved)
+        front.saved.put(SAVED)
         session = await front.create_session("alice", records.CreateSessionRequest())
-        given = {"session_id": session, "path": saved.path}
+        given = {"session_id": session, "path": SAVED.path}
         for number, (fields, message) in enumerate(
             (
                 ({"weights_access_token": "t"}, "weights_access_token must be absent"),
@@ -104,21 +104,11 @@ def test_weights_that_others_hold_a_token_for_are_refused(tmp_path: Path) -> Non
 
 def test_saved_weights_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(front: Front, _: Clock) -> None:
-        saved = records.SavedFacts(
-            owner="alice",
-            run_id="s:train:0",
-            base_model=BASE,
-            lora=LoraSpec(rank=4),
-            kind="weights",
-            name="here",
-            identity="here",
-            expires_s=1.0,
-        )
-        front.saved.put(saved)
-        front.saved.put(saved.model_copy(update={"name": "kept", "expires_s": None}))
+        front.saved.put(SAVED.model_copy(update={"expires_s": 1.0}))
+        front.saved.put(SAVED.model_copy(update={"name": "kept"}))
 
         with pytest.raises(NotFoundError):
-            front.saved.find(saved.path, "alice")
+            front.saved.find(SAVED.path, "alice")
         await front.sweep()
 
         assert [each["checkpoint_id"] for each in front.saved.list_own("alice")] == ["weights/kept"]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from hearth.errors import BusyError, ClosedError
-from hearth.tinker.front import MOST_SAMPLES, Samples
+from hearth.tinker.front import MOST_SAMPLES, SamplingRequests
 
 
 async def never() -> bytes:
@@ -20,7 +20,7 @@ async def answer() -> bytes:
 
 def test_a_key_has_so_many_samples_in_flight_whatever_the_requests_ask_for() -> None:
     async def run() -> None:
-        samples = Samples()
+        samples = SamplingRequests()
         for number in range(16):
             samples.begin(f"sample:s:{number}", "alice", never, MOST_SAMPLES // 16)
 
@@ -39,7 +39,7 @@ def test_a_key_has_so_many_samples_in_flight_whatever_the_requests_ask_for() -> 
 
 def test_what_nobody_fetches_takes_no_room_of_later_samples() -> None:
     async def run() -> None:
-        samples = Samples(most_kept=2)
+        samples = SamplingRequests(most_kept=2)
         for number in range(3):
             samples.begin(f"sample:s:{number}", "alice", answer, MOST_SAMPLES)
             samples.begin(f"sample:t:{number}", "bob", answer)
@@ -55,7 +55,7 @@ def test_what_nobody_fetches_takes_no_room_of_later_samples() -> None:
 
 def test_a_session_that_ends_takes_its_samples_along() -> None:
     async def run() -> None:
-        samples = Samples()
+        samples = SamplingRequests()
         samples.begin("sample:s1:sample:0:1", "alice", never, MOST_SAMPLES)
         waiting = asyncio.create_task(samples.wait("sample:s1:sample:0:1", "alice", 9))
         await asyncio.sleep(0)
@@ -74,7 +74,7 @@ def test_a_session_that_ends_takes_its_samples_along() -> None:
 @pytest.mark.slow
 def test_twenty_thousand_requests_leave_the_last_4096_results() -> None:
     async def run() -> None:
-        samples = Samples()
+        samples = SamplingRequests()
         for number in range(20_000):
             samples.begin(f"sample:s:{number}", "alice", answer)
             assert await samples.wait(f"sample:s:{number}", "alice", 9) == b"J{}"

@@ -1,9 +1,6 @@
-import asyncio
 import base64
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -393,51 +390,6 @@ async def test_texts_beyond_the_memory_for_them_are_read_from_the_files(runs, mo
     assert group["samples"][0]["text"] == "The sum of 4 and 3 is 7."
 
 
-async def test_asking_again_is_a_job_in_a_process_of_its_own(runs, tmp_path):
-    from hearth.viewer.jobs import Jobs
-
-    script = tmp_path / "again.py"
-    answers = [{"text": "7", "tokens": [1], "equal": True, "seed": 3}]
-    script.write_text(
-        "import json, sys\nprint('loading')\n"
-        f"print(json.dumps({{'text': ' '.join(sys.argv[2:]), 'answers': {answers!r}}}))\n"
-    )
-    jobs = Jobs((sys.executable, str(script)))
-    async with open_viewer(runs, jobs=jobs) as client:
-        body = {"sample": "train.3.4.1.0", "count": 2, "exact": False}
-        started = await client.post(f"{FIRST}/again", json=body)
-        job = started.json()["job"]
-        while (state := await ask(client, f"/api/jobs/{job}"))["state"] == "running":
-            await asyncio.sleep(0.01)  # or the loop does nothing else
-        missing = await client.get("/api/jobs/nothing")
-        wrong = await client.post(f"{FIRST}/again", json={"sample": "x"})
-
-    assert state == {
-        "state": "done",
-        "text": "train.3.4.1.0 --count 2 --others",
-        "answers": answers,
-    }
-    assert (missing.status_code, wrong.status_code) == (404, 404)
-
-
-async def test_a_job_that_fails_says_its_last_line(runs, tmp_path):
-    from hearth.viewer.jobs import MOST_RUNNING, Jobs
-
-    jobs = Jobs((sys.executable, "-c", "import sys; sys.exit('error: no snapshot')"))
-    async with open_viewer(runs, jobs=jobs) as client:
-        answers = [
-            await client.post(f"{FIRST}/again", json={"sample": "train.3.4.1.0"})
-            for _ in range(MOST_RUNNING + 1)
-        ]
-        job = answers[0].json()["job"]
-        while (state := await ask(client, f"/api/jobs/{job}"))["state"] == "running":
-            await asyncio.sleep(0.01)  # or the loop does nothing else
-        await jobs.close()
-
-    assert [answer.status_code for answer in answers] == [200] * MOST_RUNNING + [429]
-    assert (state["state"], state["text"]) == ("failed", "error: no snapshot")
-
-
 async def test_the_schema_lists_every_route(viewer):
     from hearth.viewer.app import ROUTES
 
@@ -451,17 +403,6 @@ async def test_the_schema_lists_every_route(viewer):
         if path != "/api/live" and method == "GET":
             answer = await viewer.get(path.format(**names), params={"runs": "first,old"})
             assert answer.status_code == (404 if "jobs" in path else 200), path
-
-
-@pytest.mark.slow
-def test_the_server_loads_no_torch():
-    script = (
-        "import sys, hearth.viewer.app, hearth.viewer.verb\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-    assert shown.stdout.strip() == "[]", shown.stderr
 
 
 def test_the_documentation_has_every_route_and_parameter():

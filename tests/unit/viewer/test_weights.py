@@ -3,7 +3,7 @@ import json
 import pytest
 
 from hearth.errors import NotFoundError
-from hearth.viewer.weights import find_weights, take_turn, why_not_again
+from hearth.viewer.weights import explain_refusal, find_weights, take_turn
 
 RECORD = {
     "tokens": [5, 6, 7, 8, 9, 10],
@@ -98,7 +98,7 @@ def test_version_0_is_the_base_model_unless_the_run_started_elsewhere(tmp_path):
 def test_weights_that_are_gone_are_refused_with_what_would_have_kept_them(tmp_path):
     write_run(tmp_path, timeline=[event(0, "start"), *syncs((30, 6, 3))], checkpoints=[4])
 
-    reason = why_not_again(tmp_path, RECORD)
+    reason = explain_refusal(tmp_path, RECORD)
 
     assert reason is not None
     assert "version 3 (step 6) are not kept any more: dcp_save_interval=1" in reason
@@ -115,7 +115,7 @@ def test_weights_that_are_gone_are_refused_with_what_would_have_kept_them(tmp_pa
 def test_what_cannot_be_told_is_refused_with_its_reason(timeline, config, reason, tmp_path):
     write_run(tmp_path, timeline=timeline, config=config, checkpoints=[6])
 
-    assert reason in (why_not_again(tmp_path, RECORD) or "")
+    assert reason in (explain_refusal(tmp_path, RECORD) or "")
 
 
 def test_the_exported_model_has_the_weights_of_the_last_sync(tmp_path):
@@ -127,4 +127,4 @@ def test_the_exported_model_has_the_weights_of_the_last_sync(tmp_path):
     last = find_weights(tmp_path, RECORD, 1)
 
     assert (last.kind, last.step, last.folder) == ("model", 6, tmp_path / "models" / "mine")
-    assert why_not_again(tmp_path, RECORD, 0) is not None
+    assert explain_refusal(tmp_path, RECORD, 0) is not None

@@ -2,12 +2,12 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { fetchJson, runUrl, useApi, type Comparison, type Run, type RunDetail, type Series } from "../api";
 import { seriesColor, useDark } from "../colors";
-import { formatValue } from "../format";
 import { onGrowth } from "../live";
 import { AxisControls, letterOf, Plots, type Source } from "../plots";
 import { linkTo, setQuery, useRoute } from "../router";
 import { State } from "../signs";
 import { Empty, Failure, Line } from "../text";
+import { SettingsTable } from "./config";
 import { chooseCharts } from "./curves";
 
 export function CompareView() {
@@ -169,40 +169,22 @@ function Differences({ comparison, runs }: { comparison: Comparison; runs: Run[]
       {comparison.config.length === 0 ? (
         <div class="page soft">All settings are equal.</div>
       ) : (
-        <table class="plain">
-          <thead>
-            <tr>
-              <th>Setting</th>
-              {runs.map((run, place) => (
-                <th key={run.key}>
-                  <span class="legend">
-                    <span>
-                      <LineSign place={place} />
-                      <Line text={run.name} />
-                    </span>
-                  </span>
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {comparison.config.map(({ field, values }) => (
-              <tr key={field}>
-                <td>
-                  <code>
-                    <Line text={field} />
-                  </code>
-                </td>
-                {values.map((value, place) => (
-                  <td key={place}>
-                    <Line text={formatValue(value)} />
-                  </td>
-                ))}
-              </tr>
-            ))}
-          </tbody>
-        </table>
+        <SettingsTable
+          heads={["Setting", ...runs.map((run, place) => <RunHead run={run} place={place} />)]}
+          rows={comparison.config.map(({ field, values }) => [field, ...values])}
+        />
       )}
     </section>
+  );
+}
+
+function RunHead({ run, place }: { run: Run; place: number }) {
+  return (
+    <span class="legend">
+      <span>
+        <LineSign place={place} />
+        <Line text={run.name} />
+      </span>
+    </span>
   );
 }

@@ -1,4 +1,5 @@
 // The settings of a run: what differs from the defaults first, then all of them.
+import type { ComponentChildren } from "preact";
 import type { RunDetail } from "../api";
 import { formatBytes, formatCount, formatTime, formatValue } from "../format";
 import { setQuery, useRoute } from "../router";
@@ -48,37 +49,12 @@ export function ConfigView({ run }: { run: RunDetail }) {
           </Empty>
         )}
         {changed.length > 0 && (
-          <section class="panel">
+          <section class="panel changed">
             <div class="bar">
               <h2>Changed</h2>
               <span class="faint">{changed.length}</span>
             </div>
-            <table class="plain">
-              <thead>
-                <tr>
-                  <th>Setting</th>
-                  <th>Default</th>
-                  <th>This run</th>
-                </tr>
-              </thead>
-              <tbody>
-                {changed.map(([name, [before, after]]) => (
-                  <tr key={name}>
-                    <td>
-                      <code>
-                        <Line text={name} />
-                      </code>
-                    </td>
-                    <td class="faint">
-                      <Line text={formatValue(before)} />
-                    </td>
-                    <td>
-                      <Line text={formatValue(after)} />
-                    </td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
+            <SettingsTable heads={["Setting", "Default", "This run"]} rows={changed.map(([name, values]) => [name, ...values])} />
           </section>
         )}
         {all.length > 0 && (
@@ -87,25 +63,43 @@ export function ConfigView({ run }: { run: RunDetail }) {
               <h2>All settings</h2>
               <span class="faint">{all.length}</span>
             </div>
-            <table class="plain">
-              <tbody>
-                {all.map(([name, value]) => (
-                  <tr key={name}>
-                    <td>
-                      <code>
-                        <Line text={name} />
-                      </code>
-                    </td>
-                    <td>
-                      <Line text={formatValue(value)} />
-                    </td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
+            <SettingsTable rows={all} />
           </section>
         )}
       </div>
     </main>
+  );
+}
+
+/** Settings by line: the name, then its values. */
+export function SettingsTable({ heads, rows }: { heads?: ComponentChildren[]; rows: [string, ...unknown[]][] }) {
+  return (
+    <table class="plain">
+      {heads && (
+        <thead>
+          <tr>
+            {heads.map((head, place) => (
+              <th key={place}>{head}</th>
+            ))}
+          </tr>
+        </thead>
+      )}
+      <tbody>
+        {rows.map(([name, ...values]) => (
+          <tr key={name}>
+            <td>
+              <code>
+                <Line text={name} />
+              </code>
+            </td>
+            {values.map((value, place) => (
+              <td key={place}>
+                <Line text={formatValue(value)} />
+              </td>
+            ))}
+          </tr>
+        ))}
+      </tbody>
+    </table>
   );
 }

@@ -5,7 +5,7 @@ import { formatCount, formatFixed, formatSigned } from "../format";
 import { useKeys } from "../keys";
 import { linkTo, navigate } from "../router";
 import { Outcome } from "../signs";
-import { Empty, Failure, Line, Text } from "../text";
+import { Empty, Line, Pending, Text } from "../text";
 
 const CUT = 6_000;
 
@@ -32,13 +32,7 @@ export function GroupView({ run, name }: { run: RunDetail; name: string }) {
     p: ["This prompt through time", () => data && navigate(linkTo(run.key, "prompt", `${kind}.${data.row}`))],
   });
   useEffect(() => cards.current?.children[cursor]?.scrollIntoView({ block: "nearest", inline: "nearest" }), [cursor]);
-  if (error && !data)
-    return (
-      <main class="view">
-        <Failure text={error} />
-      </main>
-    );
-  if (!data) return <main class="view" aria-busy="true" />;
+  if (!data) return <Pending error={error} />;
   return (
     <main class="view">
       <div class="toolbar">

@@ -5,7 +5,7 @@ import { sequential, useDark } from "../colors";
 import { formatFixed } from "../format";
 import { useKeys } from "../keys";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
-import { Empty, Failure } from "../text";
+import { Empty, Pending } from "../text";
 import { AnswerCard, PromptBox } from "./group";
 
 type Step = PromptHistory["steps"][number];
@@ -40,13 +40,7 @@ export function PromptView({ run, name }: { run: RunDetail; name: string }) {
     Enter: ["Open the step's group", openGroup],
   });
   useEffect(() => list.current?.querySelector(".cursor")?.scrollIntoView({ block: "nearest" }), [cursor, data]);
-  if (error && !data)
-    return (
-      <main class="view">
-        <Failure text={error} />
-      </main>
-    );
-  if (!data) return <main class="view" aria-busy="true" />;
+  if (!data) return <Pending error={error} />;
   const rewards = steps.flatMap((step) => step.samples.flatMap(({ reward }) => (reward === null ? [] : [reward])));
   const [low, high] = [Math.min(0, ...rewards), Math.max(0, ...rewards)];
   return (

@@ -7,7 +7,7 @@ import { useKeys } from "../keys";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
 import { colorNames } from "../scales";
 import { Outcome } from "../signs";
-import { copyText, Empty, Failure, Line, Text } from "../text";
+import { copyText, Empty, Line, Pending, Text } from "../text";
 import { TokenCard, TokenView } from "../tokens";
 import { AskAgain } from "./again";
 import { groupOf } from "./samples";
@@ -45,13 +45,7 @@ export function SampleView({ run, id }: { run: RunDetail; id: string }) {
     i: ["Copy the token ids", () => data && void copyText(data.tokens.ids.join(" "), "Token ids")],
     Escape: ["Back", () => history.back()],
   });
-  if (error && !data)
-    return (
-      <main class="view">
-        <Failure text={error} />
-      </main>
-    );
-  if (!data) return <main class="view" aria-busy="true" />;
+  if (!data) return <Pending error={error} />;
   return (
     <main class="view fixed" aria-busy={pending}>
       <div class="toolbar">

@@ -202,7 +202,7 @@ class Fleet:
         self._is_shut = False
         self._assign()
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Return once no request runs."""
         while any(replica.lane.running for replica in self._replicas):
             self._idle.clear()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hearth.models.lora import LoraOptions
-from hearth.sync.folders import drafted, remove_folder
+from hearth.sync.folders import remove_folder, write_draft
 from hearth.sync.manifest import folder_names, read_manifest, save_file
 from hearth.sync.store import FolderSnapshotStore, Snapshot
 
@@ -76,7 +76,7 @@ class SnapshotCache:
         ancestor: str | None = identity
         while ancestor is not None and not (self.root / ancestor).is_dir():
             original = source.folder(ancestor)
-            with drafted(self.root / ancestor) as draft:
+            with write_draft(self.root / ancestor) as draft:
                 for file in original.iterdir():
                     _link_or_copy(file, draft / file.name)
             ancestor = read_manifest(original).get("parent")
@@ -95,7 +95,7 @@ class SnapshotCache:
             "bias": "none",
             "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
         }
-        with drafted(folder, overwrite=True) as draft:
+        with write_draft(folder, overwrite=True) as draft:
             text = json.dumps(config, indent=2)
             (draft / "adapter_config.json").write_text(text, encoding="utf-8")
             tensors = snapshot.tensors.items()

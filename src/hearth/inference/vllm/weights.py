@@ -77,7 +77,7 @@ class ReplicaPublisher:
                 if running == "drain":
                     if self._drain == "abort":
                         fleet.interrupt()
-                    await fleet.idle()
+                    await fleet.wait_until_idle()
                 replicas = fleet.ready()
                 mode = "keep" if running == "keep" else "wait"
                 await self._call_all(fleet, replicas, lambda client: client.pause(mode))

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from hearth.errors import EngineError, NotFoundError
-from hearth.sync.folders import drafted, remove_folder
+from hearth.sync.folders import remove_folder, write_draft
 from hearth.sync.manifest import check_name
 from hearth.sync.snapshot import Snapshot
 from hearth.sync.store import Buckets, FolderSnapshotStore, missing_parent
@@ -76,7 +76,7 @@ class RaySnapshotStore:
                 "here, or newer ones have taken its place"
             )
         files = _fetch_result(reference[0])
-        with drafted(folder) as draft:
+        with write_draft(folder) as draft:
             for name, content in files.items():
                 (draft / name).write_bytes(content)
 

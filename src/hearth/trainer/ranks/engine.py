@@ -64,7 +64,9 @@ class RankEngine(TrainerEngine):
         super().__init__(**options.engine_arguments())
 
     @contextlib.contextmanager
-    def around(self, operation: str, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+    def wrap_operation(
+        self, operation: str, *args: Any, **kwargs: Any
+    ) -> Generator[None, None, None]:
         """Send an operation to the other ranks before it runs; compare its outcomes after it."""
         try:
             if self._group.rank == 0:

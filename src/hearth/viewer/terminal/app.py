@@ -13,7 +13,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from hearth.viewer.database import Database
 from hearth.viewer.library import Library
-from hearth.viewer.run import Run
+from hearth.viewer.run import RecordedRun
 from hearth.viewer.terminal.curves import CurvesScreen
 from hearth.viewer.terminal.drawing import cell, heading, spark
 from hearth.viewer.tokens import TokenReader
@@ -74,7 +74,7 @@ class RunsScreen(Screen[None]):
         super().__init__()
         self.library = library
         self._shown: Any = None
-        self._runs: list[Run] = []
+        self._runs: list[RecordedRun] = []
 
     def compose(self) -> ComposeResult:
         """A title, the table, the keys."""

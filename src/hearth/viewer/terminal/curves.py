@@ -12,7 +12,7 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static
 
 from hearth.viewer.database import Database
-from hearth.viewer.run import Run
+from hearth.viewer.run import RecordedRun
 from hearth.viewer.terminal.drawing import cell, clean, heading, plot, spark
 from hearth.viewer.terminal.samples import SamplesScreen
 from hearth.viewer.tokens import TokenReader
@@ -49,7 +49,7 @@ class CurvesScreen(Screen[None]):
         Binding("slash", "search", "search"),
     ]
 
-    def __init__(self, run: Run, database: Database, reader: TokenReader) -> None:
+    def __init__(self, run: RecordedRun, database: Database, reader: TokenReader) -> None:
         super().__init__()
         self.run_shown = run
         self.database = database
@@ -118,7 +118,7 @@ class CurvesScreen(Screen[None]):
     def _list_names(self) -> None:
         table = self.query_one(DataTable)
         wanted = self.query_one(Input).value.lower()
-        chosen = _chosen(table)
+        chosen = _find_chosen(table)
         table.clear()
         names = [name for name in _order(self._series) if wanted in name.lower()]
         for name in names:
@@ -131,7 +131,7 @@ class CurvesScreen(Screen[None]):
 
     def _draw(self) -> None:
         panel = self.query_one("#plot", Static)
-        name = _chosen(self.query_one(DataTable))
+        name = _find_chosen(self.query_one(DataTable))
         if name is None or name not in self._series:
             panel.update(Text("no numbers yet" if not self._series else "no such name"))
             return
@@ -151,7 +151,7 @@ class CurvesScreen(Screen[None]):
         panel.update(drawn)
 
 
-def _read_series(run: Run) -> dict[str, tuple[list[int], list[float]]]:
+def _read_series(run: RecordedRun) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and numbers by name; names without any number are left out."""
     found = run.metrics.series(run.metrics.names(), {})
     series: dict[str, tuple[list[int], list[float]]] = {}
@@ -167,7 +167,7 @@ def _order(names: dict[str, Any]) -> list[str]:
     return [*first, *sorted(name for name in names if name not in first)]
 
 
-def _chosen(table: DataTable[Text]) -> str | None:
+def _find_chosen(table: DataTable[Text]) -> str | None:
     if not table.row_count:
         return None
     return table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value

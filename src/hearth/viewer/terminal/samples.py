@@ -15,7 +15,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from hearth.errors import HearthError
 from hearth.viewer.database import Database
-from hearth.viewer.run import Run
+from hearth.viewer.run import RecordedRun
 from hearth.viewer.samples import FILTERS, Samples
 from hearth.viewer.terminal.drawing import cell, clean, heading
 from hearth.viewer.terminal.tokens import SampleScreen
@@ -50,7 +50,7 @@ class SamplesScreen(Screen[None]):
         Binding("p", "turn(-1)", "previous"),
     ]
 
-    def __init__(self, run: Run, database: Database, reader: TokenReader) -> None:
+    def __init__(self, run: RecordedRun, database: Database, reader: TokenReader) -> None:
         super().__init__()
         self.run_shown = run
         self.database = database

@@ -14,8 +14,8 @@ from training.examples.rl.multihop_qa.corpus import (
     HELD_OUT_PEOPLE,
     PEOPLE,
     World,
+    make_world,
     question_rows,
-    the_world,
     vocabulary,
 )
 from training.examples.rl.multihop_qa.policy import Pupil, ensure_model, make_tokenizer
@@ -29,7 +29,7 @@ from training.samples.turn_advantages import TurnCredit
 
 
 def test_each_search_of_a_questions_path_finds_the_next_part_of_its_answer():
-    world = the_world()
+    world = make_world()
     index = SearchIndex(world.documents())
 
     for question in (question for person in PEOPLE for question in world.questions(person)):

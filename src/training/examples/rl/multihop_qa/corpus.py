@@ -116,14 +116,14 @@ class World:
         return [Question(text, (person, *found[:-1]), found) for text, found in asked.items()]
 
 
-def the_world() -> World:
+def make_world() -> World:
     """The world that the example's questions are about."""
     return World.sample(random.Random("multihop_qa"))
 
 
 def question_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(rows to train on, held-out rows), both shuffled; they share no person."""
-    world = the_world()
+    world = make_world()
     people = (PEOPLE[:-HELD_OUT_PEOPLE], PEOPLE[-HELD_OUT_PEOPLE:])
     train, held_out = (
         [question.row for person in some for question in world.questions(person)] for some in people
@@ -135,7 +135,7 @@ def question_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def vocabulary() -> list[str]:
     """Every word of any world's documents and questions, sorted."""
-    world = the_world()
+    world = make_world()
     texts = [*world.documents().values()]
     texts += [question.text for person in PEOPLE for question in world.questions(person)]
     names = {*PEOPLE, *COMPANIES, *CITIES, *COUNTRIES, *LANGUAGES}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from training.data.rows import prompt_messages
-from training.examples.rl.multihop_qa.corpus import the_world
+from training.examples.rl.multihop_qa.corpus import make_world
 from training.examples.rl.multihop_qa.reward import ANSWER, SEARCH, answer_is_right
 from training.examples.rl.multihop_qa.search import SearchIndex
 from training.examples.rl.vanilla_sampler import build_deployment_sampler
@@ -24,7 +24,7 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
     sampler = build_deployment_sampler(setup)
     sample_kwargs = dict(setup.sample_kwargs)
     tokenizer = setup.tokenizer
-    index = SearchIndex(the_world().documents())
+    index = SearchIndex(make_world().documents())
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
         tokens: list[int] = tokenizer.apply_chat_template(

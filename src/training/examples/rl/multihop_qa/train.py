@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from training.examples.rl.multihop_qa.corpus import question_rows, the_world
+from training.examples.rl.multihop_qa.corpus import make_world, question_rows
 from training.examples.rl.multihop_qa.policy import ensure_model
 from training.examples.rl.multihop_qa.reward import ANSWER, credit_text
 from training.examples.rl.multihop_qa.rollout import make_rollout_fn
@@ -75,7 +75,7 @@ def train(config: Config) -> None:
     rows, _ = question_rows()
     done = main(config, rollout_fn_factory=make_rollout_fn, rows=rows, dynamic_filter_fn=examples)
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    search = SearchIndex(the_world().documents()).search
+    search = SearchIndex(make_world().documents()).search
     for group in (examples.first, examples.last):
         if group is not None and group.credit is not None:
             where = f"row {group.row.index + 1} of {len(rows) * config.epochs}"
