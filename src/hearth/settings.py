@@ -70,6 +70,9 @@ class Settings:
     orphan_timeout_s: float = 900.0
     """A worker whose platform died ends itself after this time without a request."""
 
+    traces: bool = False
+    """Record a span for each request by OpenTelemetry, whose own variables say where it goes."""
+
     def __post_init__(self) -> None:
         for setting in fields(self):
             kinds, rule = _KINDS[str(setting.type)]
@@ -171,6 +174,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number"),
     "int | None": ((int, NoneType), "a whole number"),
     "float": ((float, int), "a number"),
+    "bool": ((bool,), "true or false"),
     "bool | None": ((bool, NoneType), "true or false"),
     "Path": ((Path,), "a path"),
     "Path | None": ((Path, NoneType), "a path"),

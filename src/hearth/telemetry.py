@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import resource
@@ -11,18 +12,56 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from hearth.errors import ConfigError
+
+LOG_FORMAT_VARIABLE = "HEARTH_LOG_FORMAT"
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one JSON object: time, level, logger, message, process, and exception if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object on one line."""
+        content = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "process": record.process,
+        }
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        return json.dumps(content, ensure_ascii=False)
+
+
+def make_formatter() -> logging.Formatter:
+    """What ``HEARTH_LOG_FORMAT`` asks for: ``text``, the default, or ``json``.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    name = os.environ.get(LOG_FORMAT_VARIABLE, "text")
+    if name == "json":
+        return JsonFormatter()
+    if name != "text":
+        raise ConfigError(f"{LOG_FORMAT_VARIABLE} must be 'text' or 'json', got {name!r}")
+    return logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """One line per record on stderr; a second call changes the level."""
+    """One line per record on stderr; a second call changes the level.
+
+    Raises:
+        ConfigError: ``HEARTH_LOG_FORMAT`` names no format.
+    """
     for name in ("hearth", "training"):
         logger = logging.getLogger(name)
         logger.setLevel(level)
         if not logger.handlers:
             handler = logging.StreamHandler(sys.stderr)
-            handler.setFormatter(
-                logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
-            )
+            handler.setFormatter(make_formatter())
             logger.addHandler(handler)
             logger.propagate = False
 

@@ -3,6 +3,7 @@
 import httpx
 import openai
 import pytest
+from tests.unit.control.test_metrics import read as read_metrics
 
 from hearth.control.app import create_gateway
 from hearth.control.gateway import Access
@@ -10,6 +11,7 @@ from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager
 from training.quickstart import MODEL
 
+KEY = {"x-api-key": "secret"}
 NAME = "accounts/me/deployments/chat"
 
 
@@ -58,6 +60,22 @@ async def test_a_chat_streams_the_text_that_it_gives_at_once(client):
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == whole.choices[0].message.content
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+async def test_prometheus_reads_how_many_tokens_were_sampled(client, platform):
+    ask = client._client
+    before = read_metrics((await ask.get("http://platform/metrics", headers=KEY)).text)
+
+    completion = await client.completions.create(model="chat", prompt=[5, 17, 40], max_tokens=4)
+    after = read_metrics((await ask.get("http://platform/metrics", headers=KEY)).text)
+
+    grown = {name: after[name] - before[name] for name in after if name.endswith(" chat")}
+    assert grown["hearth_deployment_completions_total chat"] == 1
+    assert grown["hearth_deployment_prompt_tokens_total chat"] == 3
+    sampled = grown["hearth_deployment_completion_tokens_total chat"]
+    assert sampled == completion.usage.completion_tokens
+    assert after["hearth_deployment_completions_in_progress chat"] == 0
+    assert after["hearth_deployment_weight_version chat"] == 0
 
 
 async def test_the_models_are_the_deployments(client):

@@ -56,6 +56,8 @@ class ServeFlags:
     """Longest request body to a trainer (1024); others take 1/16 of it."""
     orphan_timeout_s: float | None = None
     """A worker whose platform died ends itself after this time without a request (900)."""
+    traces: bool | None = None
+    """Send a span for each request to OTEL_EXPORTER_OTLP_ENDPOINT; it needs the extra otel."""
 
 
 def serve(arguments: list[str]) -> int:

@@ -21,10 +21,18 @@ from hearth.control.access import ANYONE, Access, AuditLog
 from hearth.control.deployments import Deployments
 from hearth.control.gateway import KEY_NAME, Gateway
 from hearth.control.jobs import Jobs
+from hearth.control.metrics import CONTENT_TYPE, render_metrics
 from hearth.control.plane import ControlPlane
 from hearth.control.resource_names import ACCOUNT, parse_id
 from hearth.control.store import Changes
-from hearth.errors import ClosedError, HearthError, NotFoundError, RequestError, TooLargeError
+from hearth.errors import (
+    ClosedError,
+    HearthError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+    TransportError,
+)
 from hearth.wire import fireworks
 from hearth.wire.base import Record
 from hearth.wire.completions import ModelCard, ModelList
@@ -45,9 +53,22 @@ def create_gateway(
     plane: ControlPlane, access: Access | None = None, audit: AuditLog | None = None
 ) -> Gateway:
     """The ASGI app of a whole platform: the control plane, its trainers and its deployments."""
+
+    async def check_readiness(_: Request) -> Response:
+        if gateway.is_ending:
+            raise TransportError("platform must be open, got a request while it ends: ask again")
+        await run_in_threadpool(plane.store.models.count)
+        return json_response({"status": "ok"})
+
+    async def send_metrics(_: Request) -> Response:
+        content = await render_metrics(plane, gateway.metrics)
+        return Response(content, media_type=CONTENT_TYPE)
+
     routes = [
         Route("/", _introduce, methods=["GET"]),
         Route("/healthz", _healthz, methods=["GET"]),
+        Route("/readyz", check_readiness, methods=["GET"]),
+        Route("/metrics", send_metrics, methods=["GET"]),
         Route("/openapi.json", _describe, methods=["GET"]),
         *_model_routes(plane),
         *_shape_routes(plane),
@@ -58,7 +79,8 @@ def create_gateway(
     ]
     handlers = {HearthError: handle_error, HTTPException: _handle_no_route}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Gateway(plane.jobs, plane.deployments, app, access or Access(), audit)
+    gateway = Gateway(plane.jobs, plane.deployments, app, access or Access(), audit)
+    return gateway
 
 
 def _route(method: str, path: str, handler: Handler) -> Route:

@@ -25,6 +25,7 @@ from hearth.control.access import ANYONE, Access, AuditLog
 from hearth.control.bodies import Body
 from hearth.control.deployments import Deployments
 from hearth.control.jobs import Jobs
+from hearth.control.metrics import RequestMetrics
 from hearth.control.resource_names import parse_id
 from hearth.errors import BusyError, HearthError, NotFoundError, RequestError, TransportError
 from hearth.launch.spec import Endpoint
@@ -105,6 +106,7 @@ class Gateway:
         access: Access,
         audit: AuditLog | None = None,
     ) -> None:
+        self.metrics = RequestMetrics()
         self.tinker: App | None = None
         """Answers what begins with ``TINKER_PREFIX``."""
         self._jobs = jobs
@@ -154,11 +156,14 @@ class Gateway:
             )
         self._answering[key] += 1
         tracked = _TrackedSend(send)
+        part, start_s = name_part(scope["path"]), time.perf_counter()
+        self.metrics.begin(part)
         try:
             await self._route({**scope, KEY_NAME: key}, receive, tracked)
         except HearthError as error:
             await error_response(error)(scope, receive, tracked)
         finally:
+            self.metrics.end(part, tracked.status, time.perf_counter() - start_s)
             self._answering[key] -= 1
             if not self._answering[key]:
                 del self._answering[key]
@@ -186,6 +191,11 @@ class Gateway:
                 body.release()
 
         return answer
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether new requests should go elsewhere."""
+        return self._ending is not None and self._ending.done()
 
     def end(self) -> None:
         """Respond with 503 to what workers have not answered in a second.
@@ -349,6 +359,15 @@ class _TrackedSend:
         await self._send(message)
         self.has_begun = True
         self.status = message.get("status", self.status)
+
+
+def name_part(path: str) -> str:
+    """The part of the platform that answers a path."""
+    if path.startswith(TRAINER_PREFIX):
+        return "trainer"
+    if path.startswith(TINKER_PREFIX):
+        return "tinker"
+    return "deployment" if path.startswith(_SAMPLING_PATHS) else "control"
 
 
 def _changes_resources(scope: Scope) -> bool:

@@ -21,6 +21,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
+from hearth.control.migrations import prepare_schema
 from hearth.errors import ConfigError, ConflictError, EngineError, NotFoundError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -64,14 +65,17 @@ class Store:
     """The database: its four kinds of resources, and what Tinker's API keeps.
 
     Raises:
-        ConfigError: the database cannot be opened, or is damaged.
+        ConfigError: the database cannot be opened, is damaged, or is a newer release's.
     """
 
     def __init__(self, url: str = "sqlite://") -> None:
         try:
-            self._engine = _open(url)
-            _METADATA.create_all(self._engine)
-            _check_pages(self._engine)
+            with contextlib.ExitStack() as stack:
+                self._engine = _open(url)
+                stack.callback(self._engine.dispose)
+                prepare_schema(self._engine, _METADATA)
+                _check_pages(self._engine)
+                stack.pop_all()
         except (SQLAlchemyError, ImportError) as error:
             shown, reason = _hide_password(url), str(error).splitlines()[0]
             raise ConfigError(
@@ -228,6 +232,13 @@ class Records:
         with self._connect() as connection:
             query = sql.select(sql.func.count()).select_from(self._table)
             return connection.execute(query).scalar_one()
+
+    def count_states(self) -> dict[str, int]:
+        """How many records are in each state."""
+        state = self._table.c.state
+        query = sql.select(state, sql.func.count()).group_by(state)
+        with self._connect() as connection:
+            return {str(row[0]): int(row[1]) for row in connection.execute(query)}
 
     def update(self, id: str, *, only_from: Collection[str] | None = None, **values: Any) -> bool:
         """Change columns of a record; False when it is not in one of the states ``only_from``."""

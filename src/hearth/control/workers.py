@@ -64,6 +64,11 @@ class LiveTable:
         live = self._live.get(id)
         return live.endpoint if live is not None else None
 
+    def ids(self) -> list[str]:
+        """The resources whose worker runs or starts."""
+        with self._lock:
+            return list(self._live)
+
     def endpoints(self) -> list[Endpoint]:
         """Where any of them answers now."""
         with self._lock:
@@ -112,17 +117,17 @@ class LiveTable:
         return live is not None and (live.worker is worker or live.is_starting)
 
 
-def fetch_json(endpoint: Endpoint, path: str) -> Any:
+def fetch_json(endpoint: Endpoint, path: str, timeout_s: float = _FETCH_TIMEOUT_S) -> Any:
     """A worker's JSON answer to a GET; None where there is none. Not to be called on a loop."""
     try:
         if endpoint.app is not None:
-            return asyncio.run(_fetch_from_app(endpoint, path))
+            return asyncio.run(_fetch_from_app(endpoint, path, timeout_s))
         if endpoint.socket is None and endpoint.url is None:
             return None
         # A transport of its own: what the environment says of proxies is not about workers.
         transport = httpx.HTTPTransport(uds=endpoint.socket)
         headers = [(TOKEN_HEADER, (endpoint.token or "").encode())]
-        with httpx.Client(transport=transport, timeout=_FETCH_TIMEOUT_S) as client:
+        with httpx.Client(transport=transport, timeout=timeout_s) as client:
             url = f"{endpoint.url or 'http://worker'}{path}"
             return client.get(url, headers=headers).raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
@@ -130,8 +135,8 @@ def fetch_json(endpoint: Endpoint, path: str) -> Any:
         return None
 
 
-async def _fetch_from_app(endpoint: Endpoint, path: str) -> Any:
+async def _fetch_from_app(endpoint: Endpoint, path: str, timeout_s: float) -> Any:
     assert endpoint.app is not None, "the caller checks it"
     transport = httpx.ASGITransport(endpoint.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, timeout=_FETCH_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(transport=transport, timeout=timeout_s) as client:
         return (await client.get(f"http://worker{path}")).raise_for_status().json()

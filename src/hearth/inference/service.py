@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,6 +96,7 @@ def create_app(
         ("/hot_load/v1/models/hot_load", "POST", deployment.hot_load),
         ("/hot_load/v1/models/hot_load", "GET", deployment.hot_load_state),
         ("/healthz", "GET", deployment.health),
+        ("/stats", "GET", deployment.stats),
         ("/tokenize", "POST", deployment.tokenize),
     ]
     for prefix in ("/inference/v1", "/v1"):
@@ -139,6 +142,8 @@ class _Deployment:
         self._hot_loads = hot_loads
         self._created = int(time.time())
         self._room = Room(MOST_PENDING, "completions")
+        self._sampled = Counter[str]()
+        self._lock = threading.Lock()
 
     async def complete(self, request: Request) -> Response:
         start_s = time.perf_counter()
@@ -254,6 +259,17 @@ class _Deployment:
         state = self._backend.state()
         return json_response({"status": "ok", "weight_version": state.weight_version})
 
+    async def stats(self, _: Request) -> Response:
+        """The numbers of ``hearth.control.metrics``."""
+        names = ("completions", "prompt_tokens", "completion_tokens")
+        with self._lock:
+            counts = {name: self._sampled[name] for name in names}
+        version = self._backend.state().weight_version
+        pending = self._room.in_flight()
+        return json_response(
+            counts | {"completions_in_progress": pending, "weight_version": version}
+        )
+
     def _model(self) -> ModelCard:
         return ModelCard(
             id=self._model_name,
@@ -292,9 +308,19 @@ class _Deployment:
             raise
         finally:
             self._room.give_back(client, len(samples) - len(futures))
-            for future in futures:
-                future.add_done_callback(lambda _: self._room.give_back(client, 1))
+            for sample, future in zip(samples, futures, strict=False):
+                future.add_done_callback(partial(self._count, sample))
         return futures
+
+    def _count(self, sample: SampleRequest, future: Future[SampledSequence]) -> None:
+        """Count a completion that has ended; one that was cancelled or has failed as no sample."""
+        self._room.give_back(sample.client, 1)
+        if future.cancelled() or future.exception() is not None:
+            return
+        with self._lock:
+            self._sampled["completions"] += 1
+            self._sampled["prompt_tokens"] += len(sample.prompt)
+            self._sampled["completion_tokens"] += len(future.result().token_ids)
 
     async def _sample(
         self, request: Request, samples: Sequence[SampleRequest]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from hearth.launch.processes import ProcessLauncher
 from hearth.launch.ray import make_ray_launcher
 from hearth.launch.spec import Launcher
 from hearth.local.connections import make_protocol, raise_descriptor_limit
+from hearth.local.tracing import trace_requests
 from hearth.settings import Settings
 from hearth.tinker.app import create_app as create_tinker_app
 from hearth.tinker.front import Front
@@ -63,7 +65,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
         plane = ControlPlane(
             store,
             Context(
-                launcher=_launcher(settings, data_dir, stack),
+                launcher=make_launcher(settings, data_dir, stack),
                 data_dir=data_dir,
                 catalog=catalog,
                 trainer_threads=settings.trainer_threads,
@@ -87,8 +89,12 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
             store.release_waiters()
             gateway.end()
 
+        app: App = gateway
+        if settings.traces:
+            app, end_traces = trace_requests(gateway)
+            stack.callback(end_traces)
         server = _Server(
-            gateway,
+            app,
             on_ready=lambda: on_ready(url),
             on_end=end_waiting,
             drain_s=_DRAIN_S,
@@ -132,13 +138,24 @@ class _Server(HttpServer):
         await super().shutdown(sockets)
 
 
-def _launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -> Launcher:
-    if settings.placement == "process":
+def make_launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStack) -> Launcher:
+    """The launcher that the settings ask for; ``stack`` closes it.
+
+    Where processes cannot be watched, the workers are threads of this one.
+    """
+    placement = settings.placement
+    if placement == "process" and not hasattr(os, "pidfd_open"):
+        logger.warning(
+            "placement is 'inline', not 'process': watching processes needs Linux 5.3 and a Python "
+            "that has os.pidfd_open; a crash of a trainer now ends the platform too"
+        )
+        placement = "inline"
+    if placement == "process":
         launcher = ProcessLauncher(data_dir, orphan_timeout_s=settings.orphan_timeout_s)
         stack.callback(launcher.close)
         launcher.warm()
         return launcher
-    if settings.placement == "ray":
+    if placement == "ray":
         launcher = make_ray_launcher(
             data_dir,
             snapshot_store=settings.snapshot_store,

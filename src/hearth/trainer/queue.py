@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hearth.errors import ClosedError, HearthError, RequestError
 from hearth.trainer.futures import FutureStore
@@ -84,6 +84,8 @@ class OperationQueue:
         self._keys: OrderedDict[str, str] = OrderedDict()
         self._ready: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._finished = Counter[str]()
+        """Operations that have ended, by their phase."""
         self._closed = False
         self._worker = threading.Thread(target=self._run, name=f"trainer {name}", daemon=True)
         self._worker.start()
@@ -150,6 +152,13 @@ class OperationQueue:
                 stream.ready += 1
         return request_id
 
+    def stats(self) -> dict[str, Any]:
+        """Operations that run or wait, and how many of each phase have ended."""
+        with self._lock:
+            streams = self._streams.values()
+            waiting = sum(stream.ready + len(stream.held) for stream in streams)
+            return {"in_progress": waiting, "finished": dict(self._finished)}
+
     def drop(self, model_id: str) -> None:
         """Close a model: its held operations fail, its numbers are dropped."""
         with self._lock:
@@ -194,9 +203,11 @@ class OperationQueue:
 
     def _leave(self, item: _Item) -> None:
         """An operation waits and runs no more."""
-        if item.stream is not None:
-            with self._lock:
+        with self._lock:
+            self._finished[item.phase] += 1
+            if item.stream is not None:
                 item.stream.ready -= 1
+        if item.stream is not None:
             self._room.give_back(item.stream.model_id, item.size)
 
     def _answer(self, item: _Item) -> bytes:

@@ -154,11 +154,16 @@ def create_app(
     queue = OperationQueue(futures, name=engine.name, on_phase=on_phase)
     engine.call_on_close(queue.close)
     operations = Operations(engine, queue)
+
+    async def stats(_: Request) -> Response:
+        return json_response(queue.stats())
+
     routes = [
         *_future_routes(futures, poll_s),
         *_operation_routes(operations),
         *_model_routes(operations),
         *_session_routes(),
+        Route("/stats", stats, methods=["GET"]),
     ]
     return Starlette(routes=routes, exception_handlers={HearthError: handle_error})
 

@@ -54,6 +54,8 @@ def _sampling_routes(prefix: str) -> dict[str, Route]:
 CONTROL_ROUTES: Mapping[str, Route] = {
     "GET /": Route(),
     "GET /healthz": Route(),
+    "GET /readyz": Route(),
+    "GET /metrics": Route(),
     "GET /openapi.json": Route(),
     "GET /v1/accounts": Route((fireworks.AccountPage,)),
     "GET /v1/models": Route((samples.ModelList,)),

@@ -37,6 +37,11 @@ class Room:
                 )
             self._taken[client] = wanted
 
+    def in_flight(self) -> int:
+        """How much is in flight, of all clients."""
+        with self._lock:
+            return self._taken.total()
+
     def give_back(self, client: str, amount: int) -> None:
         """Count ``amount`` as in flight no more."""
         with self._lock:

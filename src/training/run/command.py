@@ -35,8 +35,14 @@ def run_command(
 
 def run_to_exit_code(run: Callable[[], object]) -> int:
     """``exit_code`` of a recipe, which logs to stderr."""
-    setup_logging()
-    return exit_code(run, interrupted="interrupted: finished steps and metrics are in log_path")
+
+    def log_and_run() -> None:
+        setup_logging()
+        run()
+
+    return exit_code(
+        log_and_run, interrupted="interrupted: finished steps and metrics are in log_path"
+    )
 
 
 def refuse_inside_event_loop() -> None:

@@ -526,6 +526,7 @@ def test_several_event_loops_at_once_and_after_each_other_are_served(site):
 
 
 def test_every_route_is_in_the_published_description(site):
-    own = {"GET /healthz", "GET /v1/models", "GET /v1/models/{name}"}  # of the platform, outside
+    # Of the platform, outside.
+    own = {"GET /healthz", "GET /stats", "GET /v1/models", "GET /v1/models/{name}"}
 
     assert list_routes(site.app) - own == set(DEPLOYMENT_ROUTES)
