@@ -12,7 +12,11 @@ import hearth
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTION_OF = {"google": "protobuf", "mlflow": "mlflow-skinny"}
+DISTRIBUTION_OF = {
+    "google": "protobuf",
+    "mlflow": "mlflow-skinny",
+    "opentelemetry": "opentelemetry-sdk",
+}
 OF_OTHERS = {"vllm", "zmq"}
 """vLLM has an environment of its own, where our plugin is imported."""
 
