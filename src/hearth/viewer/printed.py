@@ -20,7 +20,7 @@ from hearth.exit_codes import exit_code
 if TYPE_CHECKING:
     from hearth.viewer.database import Database
     from hearth.viewer.metrics import Columns
-    from hearth.viewer.run import Run
+    from hearth.viewer.run import RecordedRun
 
 Explain = Callable[[Mapping[str, float], Sequence[Mapping[str, float]]], Sequence[tuple[str, str]]]
 """What is wrong with a step's metrics, given those before it: kinds, each with a line."""
@@ -59,7 +59,7 @@ def compare(arguments: list[str]) -> int:
     return exit_code(run)
 
 
-def open_runs(folders: Sequence[Path]) -> list[Run]:
+def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """The runs of folders that are runs themselves.
 
     Raises:
@@ -82,7 +82,7 @@ def make_console() -> Console:
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
-def print_run(run: Run, database: Database, explain: Explain, console: Console) -> None:
+def print_run(run: RecordedRun, database: Database, explain: Explain, console: Console) -> None:
     """Print a run's state, reward curve, held-out numbers, why it is flat, and some samples."""
     from hearth.viewer.terminal.drawing import clean
 
@@ -120,7 +120,7 @@ def is_flat(rewards: Sequence[float]) -> bool:
     return abs(change) <= max(_LEAST_CHANGE, 2 * noise)
 
 
-def _read_reward(run: Run) -> tuple[str, list[int], list[float]]:
+def _read_reward(run: RecordedRun) -> tuple[str, list[int], list[float]]:
     from hearth.viewer.metrics import REWARDS
 
     columns = run.metrics.train.columns
@@ -143,7 +143,7 @@ def _plot(name: str, steps: Sequence[int], values: Sequence[float], console: Con
     console.print(" " * 11 + first + last.rjust(width - len(first)))
 
 
-def _list_held_out(run: Run) -> list[str]:
+def _list_held_out(run: RecordedRun) -> list[str]:
     return [
         f"{value:.3f} at step {evaluation['step']:.0f}"
         for evaluation in run.metrics.evaluations()
@@ -174,7 +174,7 @@ def _explain_steps(train: Columns, explain: Explain) -> Iterator[str]:
 
 
 def _print_samples(
-    run: Run, database: Database, title: str, is_descending: str, console: Console
+    run: RecordedRun, database: Database, title: str, is_descending: str, console: Console
 ) -> None:
     """Print the last steps' samples of the highest or of the lowest reward."""
     from hearth.viewer.samples import Samples
@@ -193,7 +193,9 @@ def _print_samples(
             console.print(line, no_wrap=True)
 
 
-def _print_comparison(runs: Sequence[Run], found: Mapping[str, Any], console: Console) -> None:
+def _print_comparison(
+    runs: Sequence[RecordedRun], found: Mapping[str, Any], console: Console
+) -> None:
     from hearth.viewer.terminal.drawing import cell, spark
 
     rows = [run.row() for run in runs]
