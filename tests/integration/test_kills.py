@@ -88,18 +88,25 @@ def test_a_worker_that_hangs_is_treated_as_one_that_died(served, whole, tmp_path
     check_unchanged(killer, done, whole)
 
 
-def test_a_recipe_goes_on_although_its_trainer_hangs_when_it_comes_back(
+def test_a_recipe_goes_on_although_its_trainer_hangs_or_dies_when_it_comes_back(
     served, whole, recipes, tmp_path
 ):
     folder, victims = tmp_path / "hanging", Victims(served)
     recipe = recipes.start(served.url, folder, SAVING)
     wait_until(lambda: count_steps(folder) >= 2, 120, "two steps")
-    os.kill(victims.pid("trainer"), signal.SIGSTOP)
+    hung = victims.pid("trainer")
+    os.kill(hung, signal.SIGSTOP)
     recipe.send(signal.SIGKILL)
     recipe.wait()
 
-    assert "is resumed: " in take_up(recipes, served, folder)
+    def is_back():
+        return victims.pid("trainer") != hung
 
+    # Those that come back are killed as soon as they answer.
+    with Killer(victims, "trainer", "idle", is_time=is_back, times=2) as killer:
+        assert "is resumed: " in take_up(recipes, served, folder)
+
+    assert len(killer.hits) == 2
     done = find_run(served, folder)
     assert done.has_weights_of(whole)
     assert done.records == whole.records

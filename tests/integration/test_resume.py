@@ -17,6 +17,7 @@ from tests.integration.runs import read_metrics, same_weights
 from hearth.errors import ConfigError, HearthError, RequestFailedError
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager, TrainerJobConfig, TrainerJobManager
+from hearth.viewer.timeline import Timeline
 from training.quickstart import MODEL
 from training.run.checkpoints import read_manifest
 from training.utils import DeployConfig, ResumeConfig, TrainerConfig
@@ -143,6 +144,7 @@ def test_a_run_that_crashes_inside_a_window_trains_each_row_once(trial, rows, tm
     trained = sum(record["rollout/valid_prompt_groups"] for record in resumed.records())
     assert trained == 6
     assert [record["step"] for record in resumed.records()] == [1, 2, 3, 4, 5, 6]
+    assert count_optimizer_steps(resumed.folder) == Counter(range(1, 7))
     assert resumed.summary.rows == 8
 
 
@@ -197,6 +199,14 @@ def damage(folder, kind):
         data.write_bytes(data.read_bytes()[:-64])
 
 
+def count_optimizer_steps(folder):
+    """How often each step is on the timeline that the viewer shows."""
+    timeline = Timeline(folder / "timeline.jsonl")
+    timeline.refresh()
+    spans = timeline.spans(0, 1000)
+    return Counter(span["step"] for span in spans if span["name"] == "optim_step")
+
+
 @pytest.mark.parametrize("kind", ["data", "manifest", "gone"])
 def test_a_damaged_newest_checkpoint_is_left_for_the_older_one(trial, rows, capsys, kind):
     common = {"rows": rows[:8], "reward_fn": spread, "dcp_save_interval": 1, "folder": "run"}
@@ -215,6 +225,7 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_older_one(trial, rows, caps
     assert Counter(again.rewarded) == Counter(unfinished * 4)
     assert again.records() == records
     assert same_weights(again.weights(), weights)
+    assert count_optimizer_steps(again.folder) == Counter(range(1, len(records) + 1))
     for point in read_manifest(again.folder):
         damage(job / point.name, kind)
     with pytest.raises(HearthError, match=points[-1].name):

@@ -40,6 +40,7 @@ _EXIT_RECORD_S = 1.5
 _TAIL_BYTES = 2**16
 _TAIL_LINES = 20
 _LONGEST_LINE = 300
+_START = re.compile(r"hearth\.launch\.child worker \S+: process \d")
 _EXCEPTION = re.compile(r"(\w+\.)*\w+(Error|Exception): ")
 
 
@@ -267,7 +268,10 @@ def read_end(path: Path) -> ExitReport:
 
 
 def last_lines(path: Path) -> tuple[str, ...]:
-    """The end of a log, some twenty lines; empty lines are left out, long ones cut."""
+    """The end of a log, some twenty lines of its last process.
+
+    Empty lines are left out, long ones cut.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -278,6 +282,8 @@ def last_lines(path: Path) -> tuple[str, ...]:
     # The last line of a crash lists every extension module there is.
     useful = (line.rstrip() for line in text.splitlines() if not line.startswith("Extension mod"))
     lines = [line[:_LONGEST_LINE] for line in useful if line]
+    starts = [place for place, line in enumerate(lines) if _START.search(line)]
+    lines = lines[starts[-1] if starts else 0 :]
     # A crash says what it is first, and then where each thread was.
     before, tail = lines[:-_TAIL_LINES], lines[-_TAIL_LINES:]
     crash = [line for line in before if line.startswith("Fatal Python error")]

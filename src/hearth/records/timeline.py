@@ -22,6 +22,8 @@ State = Literal["running", "ended", "failed", "stalled", "killed"]
 
 STARTS = ("start", "resume")
 """Events that say which process runs."""
+OLDER_CHECKPOINT = "older_checkpoint"
+"""What a run goes on from where the checkpoint of its resume cannot be loaded."""
 ENDS = {"end": "ended", "failed": "failed"}
 """Events after which a run has a state of its own making."""
 

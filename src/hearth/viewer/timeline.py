@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hearth.records.timeline import STARTS
+from hearth.records.timeline import OLDER_CHECKPOINT, STARTS
 from hearth.viewer.lines import GrowingFile, Line, parse_object
 
 MOST_EVENTS = 20_000
@@ -129,7 +129,7 @@ class RecordedTimeline:
         if event["name"] in STARTS:
             self._sessions.append([time, time])
         self._touch(time)
-        if event["name"] == "resume" and type(step) is int:
+        if event["name"] in ("resume", OLDER_CHECKPOINT) and type(step) is int:
             self._resumes.append((line.place, step))
             for later in [known for known in self._places if known > step]:
                 del self._places[later]

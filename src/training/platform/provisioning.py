@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from hearth.sdk import (
 )
 from hearth.sdk.background import start
 from hearth.sdk.readiness import GONE, RESUMABLE
+from hearth.sdk.stream import MOST_RESTARTS
 from training.config.parts import DeployConfig, InfraConfig, WeightSyncScope
 from training.platform.cleanup import ResourceCleanup
 from training.platform.managers import own_deployments, own_trainers
@@ -447,16 +449,23 @@ async def _await_trainer(
     """A job's trainer, once it answers.
 
     A job that has ended is the user's, or this very run's from before an interruption: it is
-    resumed. So is one that ran before and dies now.
+    resumed. So is one that ran before and dies now, a few times.
     """
-    if job.state not in RESUMABLE:
+    has_run = job.state in RESUMABLE or job.state == "JOB_STATE_RUNNING"
+    wait = trainers.wait_for_ready_async
+    if job.state in RESUMABLE:
+        wait = trainers.reconnect_and_wait_async
+    end_s = time.monotonic() + timeout_s
+    restarts = 0
+    while True:
         try:
-            return await trainers.wait_for_ready_async(job.job_id, timeout_s)
+            return await wait(job.job_id, max(0.0, end_s - time.monotonic()))
         except EngineError as error:
-            if job.state != "JOB_STATE_RUNNING":
+            if not has_run or restarts == MOST_RESTARTS or time.monotonic() > end_s:
                 raise
             logger.warning("trainer job %s is resumed: %s", job.job_id, error)
-    return await trainers.reconnect_and_wait_async(job.job_id, timeout_s)
+        restarts += 1
+        wait = trainers.reconnect_and_wait_async
 
 
 def _failure(failures: Mapping[str, Exception], parts: int) -> EngineError:

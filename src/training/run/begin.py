@@ -88,10 +88,7 @@ def begin_run(
         with (
             open_trackers(config, log_path, resumed_step) as trackers,
             Timeline.open(
-                log_path,
-                is_resumed=resumed is not None,
-                recipe=name_recipe(config),
-                changed=find_changed(config),
+                log_path, resumed_step, recipe=name_recipe(config), changed=find_changed(config)
             ) as timeline,
             provision(
                 config,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hearth.errors import ConfigError, HearthError, NotFoundError, RequestFailedError
+from hearth.records.timeline import OLDER_CHECKPOINT
 from hearth.telemetry import BusyClock, Stopwatch
 from training.config.recipe import RecipeConfig
 from training.data.rows import Row
@@ -266,6 +267,7 @@ class Run:
                     f"{candidate.name}; its later steps are taken again"
                 )
                 self.log.drop_after(candidate.step)
+                self.timeline.event(OLDER_CHECKPOINT, candidate.name, step=candidate.step)
             return candidate
         assert first is not None, "nothing was loaded"
         raise first

@@ -54,23 +54,26 @@ class Timeline:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, log_path: Path, *, is_resumed: bool, **facts: Any) -> Iterator[Timeline]:
+    def open(cls, log_path: Path, resumed_step: int | None, **facts: Any) -> Iterator[Timeline]:
         """The timeline of one start of a run, which says at its end how the run ended.
 
-        ``facts`` are written with its first event.
+        ``resumed_step`` is the step that the run goes on from; None starts a new one. ``facts`` are
+        written with its first event.
 
         A run keeps its id over all its starts; a new one keeps an older file as
         ``timeline.N.jsonl``.
         """
         path = log_path / TIMELINE
-        before = read_events(log_path) if is_resumed else []
-        if not is_resumed and keep_older(path):
+        is_new = resumed_step is None
+        before = [] if is_new else read_events(log_path)
+        if is_new and keep_older(path):
             path.unlink()
         known = [event["run"] for event in before if event["name"] in STARTS and "run" in event]
         timeline = cls(path, known[-1] if known else secrets.token_hex(8))
+        timeline.step = resumed_step or 0
         timeline._end_torn_line()
         known_facts = {"run": timeline.run, **describe_process(), **facts}
-        timeline.event("resume" if is_resumed else "start", **known_facts)
+        timeline.event("start" if is_new else "resume", **known_facts)
         try:
             yield timeline
         except Exception as error:

@@ -158,6 +158,14 @@ def test_the_end_of_a_log_is_short_and_says_first_how_it_crashed(tmp_path: Path)
     assert last_lines(tmp_path / "none") == ()
 
 
+def test_the_end_of_a_log_is_of_its_last_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    start = "INFO hearth.launch.child worker trainer-one: process"
+    log.write_text(f"{start} 1, 1 threads\nan old end\n{start} 2, 1 threads\nthe end\n")
+
+    assert last_lines(log) == (f"{start} 2, 1 threads", "the end")
+
+
 def test_what_is_no_json_object_is_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert read_json(path) is None
