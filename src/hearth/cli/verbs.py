@@ -64,6 +64,10 @@ VERBS: Mapping[str, VerbEntry] = {
         "hearth.cli.doctor:doctor",
         "Check this machine: versions, compiler, GPU, memory, ports; train a little.",
     ),
+    "completion": VerbEntry(
+        "hearth.cli.completion:completion",
+        "Print what completes verbs and flags: source <(hearth completion bash).",
+    ),
     "conformance": VerbEntry(
         "hearth.cli.conformance:conformance",
         "Say how far a server keeps Tinker's API, with a score.",
