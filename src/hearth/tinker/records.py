@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from hearth.errors import RequestError
 from hearth.wire.base import Record
-from hearth.wire.tinker import LoraSpec
+from hearth.wire.tinker import MOST_TAGS, LoraSpec
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TinkerRequest(Record):
 class CreateSessionRequest(TinkerRequest):
     """Opens a session."""
 
-    tags: list[str] = Field(default_factory=lambda: [])
+    tags: list[str] = Field(default_factory=lambda: [], max_length=MOST_TAGS)
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     project_id: str | None = None

@@ -7,11 +7,13 @@ from typing import Any, Self, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from hearth.errors import RequestError
 
 _LONGEST_SHOWN = 80
+_BOOLEAN = "boolean_as_number"
 
 
 def _fail_fast(schema: object) -> None:
@@ -26,6 +28,36 @@ def _fail_fast(schema: object) -> None:
             _fail_fast(inner)
 
 
+def _check_number(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError(_BOOLEAN, "a boolean is no number")
+    return value
+
+
+def _refuse_booleans(schema: Any, *, in_list: bool = False) -> Any:
+    """``schema`` with numbers that are no booleans: pydantic reads true as 1.
+
+    Texts are read as numbers, as JSON of protocol buffers has them, but not in lists, where a
+    function that is called for each item costs more than the parsing.
+    """
+    if isinstance(schema, list):
+        return [_refuse_booleans(inner) for inner in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    fields = cast("dict[str, Any]", schema)
+    kind = fields.get("type")
+    if kind in ("int", "float"):
+        if in_list or fields.get("strict"):
+            return {**fields, "strict": True}
+        return no_info_before_validator_function(_check_number, cast("CoreSchema", schema))
+    is_checked = kind == "function-before" and fields["function"]["function"] is _check_number
+    has_boolean = kind == "union" and {"type": "bool"} in fields["choices"]
+    if is_checked or has_boolean:
+        return fields
+    in_list = kind == "list" or (in_list and kind == "nullable")
+    return {name: _refuse_booleans(inner, in_list=in_list) for name, inner in fields.items()}
+
+
 class Record(BaseModel):
     """A message or a part of one. A newer client may send fields unknown here."""
 
@@ -35,11 +67,11 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
-        """Have each list and mapping refused at its first odd item: errors of all items of a body
-        of some megabytes would take gigabytes and a minute."""
+        """Have booleans refused as numbers, and each list and mapping at its first odd item: errors
+        of all items of a body of some megabytes would take gigabytes and a minute."""
         schema = handler(source)
         _fail_fast(schema)
-        return schema
+        return _refuse_booleans(schema)
 
     @classmethod
     def parse(cls, body: bytes | bytearray | memoryview) -> Self:
@@ -100,6 +132,8 @@ def describe(error: ValidationError) -> str:
         return (
             f"{path} must be a finite number, got {shown!r}: send one that a float can hold{rest}"
         )
+    if first["type"] == _BOOLEAN:
+        return f"{path} must be a number, got {shown!r}: {first['msg']}{rest}"
     return f"{path} must be valid, got {shown!r}: {first['msg']}{rest}"
 
 

@@ -18,12 +18,14 @@ from hearth.wire.tensors import Encoding, TensorRecord, encode
 
 Normalization = Literal["num_loss_tokens", "num_sequences", "none"]
 CheckpointType = Literal["base", "delta", "merged_base"]
+MOST_TAGS = 128
+"""Of a session."""
 
 
 class CreateSession(Record):
     """Opens a client's session. Example: ``{"tags": [], "sdk_version": "0.1.0"}``."""
 
-    tags: list[str] = Field(default_factory=list)
+    tags: list[str] = Field(default_factory=list, max_length=MOST_TAGS)
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
 

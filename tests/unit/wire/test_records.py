@@ -2,11 +2,12 @@ import orjson
 import pytest
 
 from hearth.errors import ForwardOnlyError, NotFoundError, RequestError
+from hearth.tinker.records import CreateSessionRequest
 from hearth.wire.chat import ChatRequest
 from hearth.wire.completions import CompletionRequest
 from hearth.wire.fireworks import TrainerJob, TrainingConfig
 from hearth.wire.http import describe_failure, error_body, error_status
-from hearth.wire.tinker import CreateModel, ForwardBackward, OptimStep
+from hearth.wire.tinker import CreateModel, CreateSession, ForwardBackward, OptimStep
 
 
 def test_unknown_fields_are_tolerated_and_none_is_left_out():
@@ -81,6 +82,41 @@ def test_a_setting_that_is_not_finite_is_refused_by_name(record, content, field,
     body = orjson.dumps(needed | content).replace(b"1.0", b'"%s"' % value.encode())
     with pytest.raises(RequestError, match=f"^{field} must be a finite number, got '{value}'"):
         record.parse(body)
+
+
+@pytest.mark.parametrize(
+    ("record", "content", "field"),
+    [
+        (OptimStep, {"adam_params": {"learning_rate": True}}, "adam_params.learning_rate"),
+        (OptimStep, {"seq_id": True, "adam_params": {}}, "seq_id"),
+        (CompletionRequest, {"prompt": [1], "max_tokens": False}, "max_tokens"),
+        (CompletionRequest, {"prompt": [1], "seed": True}, "seed"),
+        (CompletionRequest, {"prompt": [1, True]}, r"prompt\.list\[int\]\.1"),
+        (CompletionRequest, {"prompt": [1], "stop_token_ids": [False]}, r"stop_token_ids\.0"),
+        (TrainingConfig, {"baseModel": "m", "loraRank": True}, "loraRank"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_boolean_is_no_number(record, content, field):
+    needed = {"model_id": "m", "seq_id": 1}
+
+    with pytest.raises(RequestError, match=rf"^{field} must be [^:]*, got '?(True|False)"):
+        record.from_dict(needed | content)
+
+
+def test_a_number_may_come_as_a_text_and_logprobs_as_a_boolean():
+    asked = CompletionRequest.from_dict({"prompt": [1], "logprobs": True, "max_tokens": "3"})
+
+    assert asked.logprobs is True
+    assert asked.max_tokens == 3
+
+
+@pytest.mark.parametrize("record", [CreateSession, CreateSessionRequest])
+def test_a_session_has_a_bounded_number_of_tags(record):
+    assert len(record.from_dict({"tags": ["a"] * 128}).tags) == 128
+
+    with pytest.raises(RequestError, match=r"^tags must be valid"):
+        record.from_dict({"tags": ["a"] * 129})
 
 
 def test_errors_carry_status_code_and_category():
