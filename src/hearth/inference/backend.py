@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hearth.errors import EngineError
 from hearth.inference.sync_tracker import ServingState, SyncTracker
 from hearth.wire.completions import FinishReason, RunningRequests
 from hearth.wire.routing import Choice
@@ -192,6 +193,8 @@ class InferenceBackend(ABC):
     def __init__(self, tokenizer: Tokenizer | None, max_seq_len: int) -> None:
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
+        self.failed: Future[EngineError] = Future()
+        """Resolved when it cannot go on."""
         self._tracker = SyncTracker()
         self._phase: Phase = "idle"
         self._on_phase: Callable[[Phase], None] | None = None

@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import orjson
 from pydantic import Field
 
-from hearth.errors import ConfigError, ConflictError, NotReadyError, RequestError
-from hearth.files import write_file
+from hearth.errors import (
+    ConfigError,
+    ConflictError,
+    EngineError,
+    NotReadyError,
+    RequestError,
+    StorageError,
+)
+from hearth.files import explain_refusals, is_intact, seal, write_file
 from hearth.inference.backend import AdapterSource, InferenceBackend
-from hearth.inference.sync_tracker import ServingState
-from hearth.wire.base import Record
+from hearth.inference.sync_tracker import ServingState, resolve_future
+from hearth.wire.base import Record, parse_json
 from hearth.wire.completions import (
     HotLoadState,
     LoadedAdapter,
@@ -101,25 +109,37 @@ class HotLoads:
         self._lock = threading.Lock()
         self._underway: dict[str, str] = {}
         self._served: Served | None = None
+        self._is_written = True
+        self.failed: Future[EngineError] = Future()
+        """Resolved when the snapshot from before a restart cannot be loaded, or what is served
+        cannot be written down: no other weights may be served instead, now or after a restart."""
         self.restored: Future[ServingState] | None = self._restore()
         """The load of the snapshot from before the restart; None without one."""
+        if self.restored is not None:
+            self.restored.add_done_callback(self._note_restored)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the snapshot from before the restart has been loaded."""
-        return self.restored is None or self.restored.done()
+        """Whether the snapshot from before the restart, or a newer one, is served."""
+        if not self._is_written:
+            return False
+        return self.restored is None or self._backend.state().current_identity is not None
 
     def require_ready(self) -> None:
         """Raise unless ready.
 
         Raises:
-            NotReadyError: the snapshot from before the restart is still being loaded.
+            NotReadyError: the snapshot from before the restart is still being loaded, or
+                ``failed`` is resolved.
         """
-        if not self.is_ready:
-            target = self._backend.state().target_identity
-            raise NotReadyError(
-                f"deployment must be ready, got one that loads {target!r} again: ask again soon"
-            )
+        if self.is_ready:
+            return
+        if self.failed.done():
+            raise NotReadyError(str(self.failed.result()))
+        target = self._backend.state().target_identity
+        raise NotReadyError(
+            f"deployment must be ready, got one that loads {target!r} again: ask again soon"
+        )
 
     def load(
         self,
@@ -184,7 +204,10 @@ class HotLoads:
         if self._file is None or not self._file.exists():
             return None
         try:
-            served = Served.parse(self._file.read_bytes())
+            content = parse_json(self._file.read_bytes())
+            served = Served.from_dict(content)
+            if not is_intact(content):
+                raise RequestError("a content that its checksum does not fit")
             bucket = self._sources.bucket_of(served.bucket)
         except (OSError, RequestError) as error:
             raise ConfigError(
@@ -192,7 +215,20 @@ class HotLoads:
                 "to start with the base weights"
             ) from None
         logger.info("serving %s of bucket %s again", served.identity, bucket)
+        self._served = served
         return self._load(served.identity, bucket, served.weight_version)
+
+    def _note_restored(self, done: Future[ServingState]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return  # it was closed
+        state = done.result()
+        if state.current_identity is None:
+            error = EngineError(
+                f"snapshot {state.target_identity!r}, which this deployment served before it "
+                f"restarted, must load again, got: {state.error}. Put it back, or remove "
+                f"{self._file} to start with the base weights and sync new ones"
+            )
+            resolve_future(self.failed, result=error)
 
     def _load(
         self,
@@ -229,8 +265,11 @@ class HotLoads:
             if self._file is None:
                 return
             try:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                write_file(self._file, served.dump())
-            except OSError:
-                message = "%s could not be written: a restart serves older weights"
-                logger.exception(message, self._file)
+                with explain_refusals(self._file):
+                    self._file.parent.mkdir(parents=True, exist_ok=True)
+                write_file(self._file, orjson.dumps(seal(served.as_dict())))
+            except StorageError as error:
+                # A restart would serve the weights of the older file. The platform starts this
+                # deployment again with those, and whoever waits for this sync repeats it.
+                self._is_written = False
+                resolve_future(self.failed, result=error)

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from hearth.errors import NotFoundError, RequestError
+from hearth.errors import EngineError, NotFoundError, RequestError
 from hearth.inference.backend import InferenceBackend, Phase, SampledSequence, SampleRequest
 from hearth.inference.chat import chat_prompt, chat_response, read_tokenize, tokenize
 from hearth.inference.events import ChatEvents, CompletionEvents
@@ -38,6 +38,7 @@ from hearth.inference.requests import (
 from hearth.inference.requests import sample_requests as completion_requests
 from hearth.inference.responses import completion_response, perf_metrics, token_text
 from hearth.inference.streaming import CompletionStream, EventResponse, StreamPiece
+from hearth.inference.sync_tracker import resolve_future
 from hearth.inference.texts import longest_text
 from hearth.wire.asgi import CLIENT_HEADER
 from hearth.wire.chat import ChatRequest, TokenizeRequest, TokenizeResponse
@@ -82,7 +83,8 @@ def create_app(
 
     With ``state_dir`` the deployment remembers what it serves. After a restart it loads that
     snapshot again and answers 425 until it is loaded (``app.state.restored``, a future or None). If
-    that fails, it serves its base weights, and the hot-load's ``loading_state`` has the error.
+    that fails, it goes on answering 425 with the reason until a weight sync succeeds.
+    ``app.state.failed`` is resolved with the reason then, or when the backend has failed.
     ``on_phase`` is called whenever the backend begins to sample, to load a snapshot or to idle.
 
     Raises:
@@ -113,6 +115,7 @@ def create_app(
     for prefix in ("/inference/v1", "/v1"):
         app.direct["POST", f"{prefix}/completions"] = catch_errors(deployment.complete)
     app.state.restored = hot_loads.restored
+    app.state.failed = _first_of(hot_loads.failed, backend.failed)
     return app
 
 
@@ -351,6 +354,14 @@ class _Deployment:
         return EventResponse(
             stream, first, events=events, fault=lambda error: error_body(error, request_id)
         )
+
+
+def _first_of(*failures: Future[EngineError]) -> Future[EngineError]:
+    """What is resolved first."""
+    first: Future[EngineError] = Future()
+    for failure in failures:
+        failure.add_done_callback(lambda done: resolve_future(first, result=done.result()))
+    return first
 
 
 def _cancel(futures: Iterable[Future[SampledSequence]]) -> None:

@@ -93,8 +93,6 @@ def build(
         state_dir=Path(options.state_dir) if options.state_dir else None,
         on_phase=on_phase,
     )
-    # Resolved when the backend has failed; the process that runs the app then ends it.
-    app.state.failed = backend.failed
     return app, backend.close
 
 

@@ -8,7 +8,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+
+from starlette.applications import Starlette
 
 from hearth.errors import EngineError
 from hearth.wire.asgi import TOKEN_HEADER, App, Receive, Scope, Send, TokenCheck
@@ -54,13 +57,14 @@ class IdleTracker:
 class AppServer:
     """One app at one listening socket, from ``run`` until ``end`` or until it is an orphan.
 
+    It ends by itself when the app's ``state.failed``, a future that not every app has, is resolved.
     ``on_ready`` is called when ``health_path`` has been answered with 200. With a ``token`` only
     requests that show it are answered.
     """
 
     def __init__(
         self,
-        app: App,
+        app: Starlette,
         listener: socket.socket,
         *,
         health_path: str,
@@ -68,6 +72,7 @@ class AppServer:
         orphan_timeout_s: float | None = None,
         token: str | None = None,
     ) -> None:
+        self._failed: Future[EngineError] | None = getattr(app.state, "failed", None)
         # Inside of the check: a request without the token keeps no orphan alive.
         self._tracker = IdleTracker(app)
         self._open_listener = listener
@@ -86,9 +91,13 @@ class AppServer:
         """Answer until the end.
 
         Raises:
-            EngineError: the app does not answer.
+            EngineError: the app does not answer, or has failed.
         """
+        if self._failed is not None:
+            self._failed.add_done_callback(lambda _: self.end())
         asyncio.run(self._serve())
+        if self._failed is not None and self._failed.done():
+            raise self._failed.result()
 
     def end(self) -> None:
         """Answer no more, soon; from any thread, or a signal's handler."""
@@ -124,7 +133,7 @@ class AppServer:
 
 
 def serve_app(
-    app: App,
+    app: Starlette,
     path: Path,
     *,
     health_path: str,
@@ -136,7 +145,7 @@ def serve_app(
     Must be called on the main thread, which receives the signals.
 
     Raises:
-        EngineError: the app does not answer.
+        EngineError: the app does not answer, or has failed.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))

@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,10 +128,6 @@ def _run_entry(task: Task, folder: WorkerFolder, socket: Path) -> None:
     if task.health_path is None:
         return
     app, close = result
-    # A trainer's app has no such future.
-    failed: Future[EngineError] | None = getattr(app.state, "failed", None)
-    if failed is not None:
-        failed.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
 
     def report_ready() -> None:
         logger.info("worker %s answers", task.worker_id)
@@ -146,12 +141,13 @@ def _run_entry(task: Task, folder: WorkerFolder, socket: Path) -> None:
             orphan_timeout_s=task.orphan_timeout_s,
             on_ready=report_ready,
         )
+    except EngineError as error:
+        write_json(folder.failure, describe_failure(error, "ended"))
+        raise
     finally:
         logger.info("worker %s closes", task.worker_id)
         close()
         sidecars.close()
-    if failed is not None and failed.done():
-        raise failed.result()
 
 
 def _assign_gpus(task: Task) -> WorkerGpus | None:
@@ -218,10 +214,10 @@ def _use_threads(task: Task) -> Callable[[str], None]:
     return lambda name: None
 
 
-def describe_failure(error: Exception) -> dict[str, Any]:
-    """The ``failure.json`` of an error that kept a worker from starting."""
+def describe_failure(error: Exception, what: str = "could not start") -> dict[str, Any]:
+    """The ``failure.json`` of an error that kept a worker from starting, or from going on."""
     text = " ".join(str(error).split())
     if not isinstance(error, HearthError):
         text = f"{type(error).__name__}: {text}"
     code = error.code if isinstance(error, HearthError) else HearthError.code
-    return {"code": code, "message": text, "reason": f"could not start: {text}"}
+    return {"code": code, "message": text, "reason": f"{what}: {text}"}

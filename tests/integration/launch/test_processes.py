@@ -193,6 +193,22 @@ def test_a_worker_that_cannot_load_its_model_says_why(launcher, trainer_spec):
     assert not watcher.is_ready.is_set()
 
 
+def test_a_deployment_that_has_lost_its_snapshot_ends_and_names_it(launcher, deployment_spec):
+    state = Path(deployment_spec.state_dir)
+    state.mkdir(parents=True, exist_ok=True)
+    served = '{"identity": "step-7", "weight_version": 7, "bucket": "b"}'
+    (state / "serving.json").write_text(served)
+    watcher = RecordingWatcher()
+    launcher.start(deployment_spec, watcher)
+
+    report = watcher.wait_failed(LIMIT_S)
+
+    assert report.reason.startswith("ended: snapshot 'step-7', which this deployment served before")
+    assert not watcher.is_ready.is_set()
+    assert (state / "serving.json").read_text() == served
+    (state / "serving.json").unlink()
+
+
 def test_each_worker_has_its_own_thread_budget(start, launcher):
     for threads in (1, 3):
         worker, _ = start(threads, threads=threads)

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.inference.conftest import AppClient, until
 
 from hearth.errors import ConfigError
+from hearth.files import seal
 from hearth.inference.backend import SampleRequest
 from hearth.inference.service import create_app
 from hearth.sync.store import FolderBuckets, MemoryBuckets, MemorySnapshotStore
@@ -67,7 +68,9 @@ def deploy(start, buckets, tmp_path):
 
 
 def remembered(tmp_path):
-    return orjson.loads((tmp_path / "state" / "serving.json").read_bytes())
+    content = orjson.loads((tmp_path / "state" / "serving.json").read_bytes())
+    assert content.pop("checksum").startswith("blake2b:")
+    return content
 
 
 async def test_a_restarted_deployment_serves_the_same_weights_under_the_same_version(
@@ -119,24 +122,33 @@ async def test_a_deployment_is_not_ready_before_its_snapshot_is_loaded_again(
     assert (await after.call("GET", "/healthz")).json()["weight_version"] == 1
 
 
-async def test_a_snapshot_that_is_gone_leaves_the_base_weights_and_its_version_is_not_used_again(
+async def test_a_snapshot_that_is_gone_is_never_replaced_by_the_base_weights(
     deploy, snapshot, tmp_path
 ):
     kept = MemoryBuckets()
     kept.bucket("default").put(snapshot("step-1"))
-    base = await deploy(kept).sample()
     await deploy(kept).load("step-1")
 
     after = deploy(MemoryBuckets())
-    after.app.state.restored.result(timeout=20)
+    error = str(after.app.state.failed.result(timeout=20))
 
+    assert error.startswith(
+        "snapshot 'step-1', which this deployment served before it restarted, must load again, "
+        "got: snapshot must be one of [], got 'step-1': "
+    )
+    assert f"Put it back, or remove {tmp_path / 'state' / 'serving.json'} to start" in error
+    refused = [
+        await after.call("POST", COMPLETIONS, json=BODY),
+        await after.call("GET", "/healthz"),
+    ]
+    assert [answer.status_code for answer in refused] == [425, 425]
+    assert refused[0].json()["error"]["message"] == error
     replica = await after.replica()
-    assert replica["readiness"] is True
+    assert replica["readiness"] is False
     assert replica["current_snapshot_identity"] is None
     assert replica["loading_state"]["stage"] == "error"
     assert replica["loading_state"]["target_snapshot_identity"] == "step-1"
     assert "never saved here" in replica["loading_state"]["error_message"]
-    assert await after.sample() == base
     assert remembered(tmp_path)["identity"] == "step-1"
 
     again = deploy(kept)
@@ -158,7 +170,9 @@ async def test_after_a_failed_restore_the_next_weight_sync_has_a_new_version(
     after.app.state.restored.result(timeout=20)
 
     assert (await after.replica())["weight_version"] == 0
-    assert (await after.load("step-3"))["weight_version"] == 3
+    replica = await after.load("step-3")
+    assert (replica["weight_version"], replica["readiness"]) == (3, True)
+    assert (await after.sample())[1] == 3
 
 
 async def test_a_failed_weight_sync_is_not_remembered(deploy, buckets, snapshot, tmp_path):
@@ -185,7 +199,36 @@ async def test_without_a_state_dir_nothing_is_written(start, snapshot, tmp_path)
     assert deployment.app.state.restored is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"identity": "a", "weight_version": 0}'])
+async def test_weights_that_cannot_be_written_down_are_not_served(
+    deploy, buckets, snapshot, tmp_path
+):
+    (tmp_path / "state").touch()
+    buckets.bucket("default").put(snapshot("step-1"))
+    deployment = deploy()
+
+    replica = await deployment.load("step-1")
+
+    assert replica["readiness"] is False
+    error = str(deployment.app.state.failed.result(timeout=20))
+    assert error.startswith(f"{tmp_path / 'state' / 'serving.json'} must be writable, got ")
+    refused = await deployment.call("POST", COMPLETIONS, json=BODY)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (425, error)
+
+
+SERVED = {"identity": "step-1", "weight_version": 1, "bucket": "default"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b'{"identity": "a", "weight_version": 0}',
+        orjson.dumps(seal(SERVED) | {"identity": "step-0"}),
+        orjson.dumps(seal(SERVED))[:-9],
+    ],
+    ids=["empty", "nothing", "no version", "changed", "cut"],
+)
 def test_a_damaged_memory_stops_the_start_instead_of_serving_other_weights(
     deploy, tmp_path, content
 ):

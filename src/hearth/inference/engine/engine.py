@@ -122,8 +122,6 @@ class InferenceEngine(InferenceBackend):
         self._cancelled: deque[SequenceState] = deque()
         self._pending_loads: deque[_PendingLoad] = deque()
         self._on_phase = on_phase
-        self.failed: Future[EngineError] = Future()
-        """Resolved when the engine cannot go on."""
         self._is_woken = False
         self._closing = False
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="hearth-snapshots")

@@ -71,7 +71,6 @@ class VllmBackend(InferenceBackend):
         tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__(tokenizer, plan.max_seq_len)
-        self.failed: Future[EngineError] = Future()
         self._facts = facts
         self._options = plan.options
         self._rules = RequestRules(facts, plan.max_seq_len, tokenizer, special_tokens(tokenizer))

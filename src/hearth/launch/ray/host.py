@@ -130,7 +130,9 @@ class WorkerHost:
         except Exception as error:  # the boundary: its launcher must hear of it
             if not isinstance(error, HearthError):
                 logger.exception("worker %s ends", self._plan.task.worker_id)
-            failure = describe_failure(error)
+            failure = describe_failure(
+                error, "ended" if self._answers.is_set() else "could not start"
+            )
             write_json(self._folder.failure, failure)
             self._failure = failure["reason"]
         finally:
