@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from starlette.applications import Starlette
-
 from hearth.errors import EngineError
 from hearth.wire.asgi import TOKEN_HEADER, App, Receive, Scope, Send, TokenCheck
 from hearth.wire.http_server import HttpServer
@@ -64,7 +62,7 @@ class AppServer:
 
     def __init__(
         self,
-        app: Starlette,
+        app: App,
         listener: socket.socket,
         *,
         health_path: str,
@@ -72,7 +70,8 @@ class AppServer:
         orphan_timeout_s: float | None = None,
         token: str | None = None,
     ) -> None:
-        self._failed: Future[EngineError] | None = getattr(app.state, "failed", None)
+        state = getattr(app, "state", None)
+        self._failed: Future[EngineError] | None = getattr(state, "failed", None)
         # Inside of the check: a request without the token keeps no orphan alive.
         self._tracker = IdleTracker(app)
         self._open_listener = listener
@@ -133,7 +132,7 @@ class AppServer:
 
 
 def serve_app(
-    app: Starlette,
+    app: App,
     path: Path,
     *,
     health_path: str,

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hearth.errors import EngineError, HearthError
+from hearth.errors import EngineError, HearthError, StorageError
 from hearth.launch.app_server import serve_app
 from hearth.launch.gpus import GpuBoard, WorkerGpus, own_gpu, visible_gpus
 from hearth.launch.heartbeat import Heartbeat
@@ -142,7 +142,8 @@ def _run_entry(task: Task, folder: WorkerFolder, socket: Path) -> None:
             on_ready=report_ready,
         )
     except EngineError as error:
-        write_json(folder.failure, describe_failure(error, "ended"))
+        with contextlib.suppress(StorageError):  # its disk may be what it ends of
+            write_json(folder.failure, describe_failure(error, "ended"))
         raise
     finally:
         logger.info("worker %s closes", task.worker_id)
