@@ -17,6 +17,7 @@ import orjson
 from pydantic import Field
 
 from hearth.errors import (
+    ClosedError,
     ConfigError,
     ConflictError,
     EngineError,
@@ -95,6 +96,14 @@ class Sources:
         return snapshot
 
 
+@dataclass(frozen=True, eq=False)
+class _Underway:
+    """A load from its request until its end is written down, which ``noted`` then has."""
+
+    bucket: str
+    noted: Future[ServingState]
+
+
 class HotLoads:
     """The weight syncs of a deployment. Begins with the snapshot that it served before a restart.
 
@@ -107,7 +116,7 @@ class HotLoads:
         self._sources = sources
         self._file = None if state_dir is None else state_dir / SERVING_FILE
         self._lock = threading.Lock()
-        self._underway: dict[str, str] = {}
+        self._underway: dict[str, _Underway] = {}
         self._served: Served | None = None
         self._is_written = True
         self.failed: Future[EngineError] = Future()
@@ -160,7 +169,8 @@ class HotLoads:
             ClosedError: the deployment was shut down.
         """
         bucket = self._sources.bucket_of(bucket_name)
-        current = self._underway.get(identity)
+        underway = self._underway.get(identity)
+        current = underway.bucket if underway is not None else None
         if self._served is not None and self._served.identity == identity:
             current = self._served.bucket
         if current not in (None, bucket):
@@ -169,6 +179,19 @@ class HotLoads:
                 f"not of {bucket!r}; save it under another name"
             )
         self._load(identity, bucket, previous=previous, running_requests=running_requests)
+
+    def watch(self, identity: str) -> Future[ServingState]:
+        """The state once ``identity`` is served and written down, or could not be loaded.
+
+        Whoever hears of it sooner would go on with new weights where a restart has the old ones.
+        """
+        underway = self._underway.get(identity)
+        if underway is None:
+            return self._backend.watch_sync(identity)
+        # One of its own: whoever waits may cancel it.
+        waiter: Future[ServingState] = Future()
+        underway.noted.add_done_callback(lambda done: _copy_end(done, waiter))
+        return waiter
 
     def find_adapter(self, identity: str | None) -> AdapterSource | None:
         """The adapter that a request names, in the deployment's own bucket; None for None.
@@ -193,7 +216,7 @@ class HotLoads:
         )
         replica = ReplicaState(
             current_snapshot_identity=state.current_identity,
-            readiness=self.is_ready,
+            readiness=self.is_ready and state.current_identity not in self._underway,
             loading_state=loading,
             loaded_adapters=adapters,
             weight_version=state.weight_version,
@@ -219,7 +242,7 @@ class HotLoads:
         return self._load(served.identity, bucket, served.weight_version)
 
     def _note_restored(self, done: Future[ServingState]) -> None:
-        if done.cancelled() or done.exception() is not None:
+        if done.exception() is not None:
             return  # it was closed
         state = done.result()
         if state.current_identity is None:
@@ -238,22 +261,32 @@ class HotLoads:
         previous: str | None = None,
         running_requests: RunningRequests = "drain",
     ) -> Future[ServingState]:
-        self._underway[identity] = bucket
-        done = self._backend.hot_load(
-            identity,
-            lambda: self._sources.get(bucket, identity, previous),
-            weight_version=weight_version,
-            running_requests=running_requests,
-        )
-        done.add_done_callback(lambda future: self._note_end(future, identity, bucket))
-        return done
+        underway = self._underway[identity] = _Underway(bucket, Future())
 
-    def _note_end(self, done: Future[ServingState], identity: str, bucket: str) -> None:
-        """Record what is served, before the futures that wait for it are resolved."""
-        self._underway.pop(identity, None)
-        if done.cancelled() or done.exception() is not None:
-            return
-        state = done.result()
+        def note_end(done: Future[ServingState]) -> None:
+            try:
+                if done.exception() is None:
+                    self._note_end(done.result(), identity, bucket)
+            finally:
+                if self._underway.get(identity) is underway:
+                    del self._underway[identity]
+                _copy_end(done, underway.noted)
+
+        try:
+            done = self._backend.hot_load(
+                identity,
+                lambda: self._sources.get(bucket, identity, previous),
+                weight_version=weight_version,
+                running_requests=running_requests,
+            )
+        except ClosedError:
+            self._underway.pop(identity, None)
+            raise
+        done.add_done_callback(note_end)
+        return underway.noted
+
+    def _note_end(self, state: ServingState, identity: str, bucket: str) -> None:
+        """Write down what is served."""
         if state.current_identity != identity:
             return
         served = Served(identity=identity, weight_version=state.weight_version, bucket=bucket)
@@ -273,3 +306,11 @@ class HotLoads:
                 # deployment again with those, and whoever waits for this sync repeats it.
                 self._is_written = False
                 resolve_future(self.failed, result=error)
+
+
+def _copy_end(done: Future[ServingState], to: Future[ServingState]) -> None:
+    error = done.exception()
+    if error is None:
+        resolve_future(to, result=done.result())
+    else:
+        resolve_future(to, error=error if isinstance(error, Exception) else EngineError(str(error)))

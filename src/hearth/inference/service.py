@@ -248,7 +248,7 @@ class _Deployment:
         if not identity and state.stage == "loading":
             identity, timeout_s = state.target_identity, SHORT_WAIT_S
         if identity:
-            sync = asyncio.wrap_future(self._backend.watch_sync(identity))
+            sync = asyncio.wrap_future(self._hot_loads.watch(identity))
             try:
                 await asyncio.wait([sync], timeout=timeout_s)
                 if sync.done():

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from pathlib import PosixPath
 
 import orjson
 import pytest
@@ -197,6 +198,33 @@ async def test_without_a_state_dir_nothing_is_written(start, snapshot, tmp_path)
 
     assert list(tmp_path.iterdir()) == []
     assert deployment.app.state.restored is None
+
+
+class SlowFolder(PosixPath):
+    """A folder on a disk that makes nothing new before ``gate`` is set."""
+
+    gate = threading.Event()
+
+    def mkdir(self, *args, **options):
+        assert self.gate.wait(20)
+        super().mkdir(*args, **options)
+
+
+async def test_nobody_hears_of_a_weight_sync_before_it_is_written_down(
+    start, buckets, snapshot, tmp_path
+):
+    """A restart between the two would serve older weights to who counts on the new ones."""
+    buckets.bucket("default").put(snapshot("step-1"))
+    deployment = Deployment(start(), buckets, SlowFolder(tmp_path / "state"))
+    await deployment.post("step-1")
+    await until(lambda: deployment.engine.state().current_identity == "step-1")
+
+    early = await deployment.replica(wait_for="step-1", timeout_s="0.05")
+    SlowFolder.gate.set()
+    late = await deployment.replica(wait_for="step-1", timeout_s="20")
+
+    assert (early["readiness"], late["readiness"]) == (False, True)
+    assert remembered(tmp_path)["identity"] == "step-1"
 
 
 async def test_weights_that_cannot_be_written_down_are_not_served(
