@@ -58,11 +58,13 @@ html_theme_options = {
         "color-brand-primary": "#b3400f",
         "color-brand-content": "#a33a0d",
         "color-sidebar-link-text": "var(--color-foreground-secondary)",
+        "color-sidebar-link-text--top-level": "var(--color-foreground-primary)",
     },
     "dark_css_variables": {
         "color-brand-primary": "#ff9a5c",
         "color-brand-content": "#ffa66e",
         "color-sidebar-link-text": "var(--color-foreground-secondary)",
+        "color-sidebar-link-text--top-level": "var(--color-foreground-primary)",
     },
 }
 copybutton_prompt_text = r"\$ |>>> "

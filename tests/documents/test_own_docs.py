@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.documents import extraction
 from tests.documents.blocks import read_blocks
 from tests.modules import load_module
@@ -73,6 +74,8 @@ def test_every_block_of_code_is_run_or_says_why_not():
                     json.loads(block.text)
                 case "toml":
                     tomllib.loads(block.text)
+                case "yaml":
+                    yaml.safe_load(block.text)
                 case language:
                     assert language in SHELL, f"{where}: nothing runs {language}"
 

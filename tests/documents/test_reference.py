@@ -1,0 +1,69 @@
+"""The pages made from the code have all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import hearth
+from hearth.cli.verbs import VERBS
+from hearth.wire.openapi import describe_platform
+from training.config.recipe import RecipeConfig
+from training.recipes import async_rl_loop, igpo_loop, rl_loop
+from training.run.metric_table import METRICS
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tools.reference import command, config, http, metrics
+
+
+@pytest.mark.parametrize("recipe", [rl_loop, async_rl_loop, igpo_loop])
+def test_every_field_of_a_config_is_on_the_page_of_settings(recipe):
+    entries = set(re.findall(r"{py:attribute} \w+\.(\w+)$", config.describe_config(), re.MULTILINE))
+
+    missing = {field.name for field in dataclasses.fields(recipe.Config)} - entries
+
+    assert missing == set()
+
+
+def test_fields_of_parts_and_the_topics_are_those_of_the_code():
+    page = config.describe_config()
+
+    assert config.TOPICS.keys() <= {field.name for field in dataclasses.fields(RecipeConfig)}
+    for name, part in (config.PARTS | config.OLDER).items():
+        assert isinstance(getattr(rl_loop.Config(), name), part)
+        for setting in config.read_settings(part):
+            assert f"{{py:attribute}} {name}.{setting.name}\n" in page
+
+
+def test_a_setting_has_its_type_default_and_meaning():
+    (rate,) = [
+        setting for setting in config.read_settings(RecipeConfig) if setting.name == "learning_rate"
+    ]
+
+    assert rate == config.Setting("learning_rate", "float", "1e-05", "AdamW's learning rate.")
+
+
+def test_every_metric_is_on_the_page_of_metrics():
+    page = metrics.describe_metrics()
+
+    assert [note.name for note in METRICS if f"\n`{note.name}`" not in page] == []
+
+
+def test_every_route_and_record_is_on_the_page_of_http():
+    page = http.describe_http()
+    document = describe_platform(hearth.__version__)
+
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"| {method.upper()} `{path}`" in page
+    for name in document["components"]["schemas"]:
+        assert f"### {name}\n" in page
+
+
+def test_the_page_of_the_command_has_what_each_verb_prints():
+    assert "--all" in command.capture_help("ps")
+    assert {"quickstart", "ps", "serve"} <= VERBS.keys()
