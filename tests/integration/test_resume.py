@@ -17,7 +17,7 @@ from tests.integration.runs import read_metrics, same_weights
 from hearth.errors import ConfigError, HearthError, RequestFailedError
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentConfig, DeploymentManager, TrainerJobConfig, TrainerJobManager
-from hearth.viewer.timeline import Timeline
+from hearth.viewer.timeline import RecordedTimeline
 from training.quickstart import MODEL
 from training.run.checkpoints import read_manifest
 from training.utils import DeployConfig, ResumeConfig, TrainerConfig
@@ -201,7 +201,7 @@ def damage(folder, kind):
 
 def count_optimizer_steps(folder):
     """How often each step is on the timeline that the viewer shows."""
-    timeline = Timeline(folder / "timeline.jsonl")
+    timeline = RecordedTimeline(folder / "timeline.jsonl")
     timeline.refresh()
     spans = timeline.spans(0, 1000)
     return Counter(span["step"] for span in spans if span["name"] == "optim_step")
