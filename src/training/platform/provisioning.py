@@ -455,13 +455,14 @@ async def _await_trainer(
     wait = trainers.wait_for_ready_async
     if job.state in RESUMABLE:
         wait = trainers.reconnect_and_wait_async
-    end_s = time.monotonic() + timeout_s
+    end_s, left_s = time.monotonic() + timeout_s, timeout_s
     restarts = 0
     while True:
         try:
-            return await wait(job.job_id, max(0.0, end_s - time.monotonic()))
+            return await wait(job.job_id, left_s)
         except EngineError as error:
-            if not has_run or restarts == MOST_RESTARTS or time.monotonic() > end_s:
+            left_s = end_s - time.monotonic()
+            if not has_run or restarts == MOST_RESTARTS or left_s <= 0:
                 raise
             logger.warning("trainer job %s is resumed: %s", job.job_id, error)
         restarts += 1
