@@ -44,7 +44,8 @@ def exit_code(run: Callable[[], object], *, interrupted: str = "") -> ExitCode:
 
 
 def print_error(error: object, *, label: str = "error") -> None:
-    """Print one line on stderr, in red; a ``warning`` is yellow."""
+    """Print one line on stderr, in red, with an error's notes below; a ``warning`` is yellow."""
     console = Console(file=sys.stderr)
     style = "red" if label == "error" else "yellow"
-    console.print(f"{label}: {error}", style=style, highlight=False, markup=False, soft_wrap=True)
+    text = "\n".join([f"{label}: {error}", *getattr(error, "__notes__", ())])
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

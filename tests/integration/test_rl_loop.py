@@ -1,6 +1,9 @@
 import asyncio
 import gc
 import math
+import signal
+import threading
+import traceback
 from collections import Counter
 
 import orjson
@@ -13,8 +16,10 @@ from tests.integration.runs import find_changed, measure_difference
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from hearth.trainer.logprobs import TargetScorer
-from training.quickstart import MODEL
+from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import main
+from training.run.command import run_async
+from training.run.log_path import hold_log_path
 from training.utils import DeployConfig, TISConfig, TrainerConfig
 
 
@@ -187,6 +192,34 @@ def test_the_first_step_is_on_policy_and_the_kl_to_the_reference_grows_from_then
     assert last["train/ref_kl"] > 1e-4
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_run_without_a_name_for_its_model_leaves_a_whole_one_and_says_where(
+    trial, capsys, lora_rank
+):
+    run = trial(
+        output_model_id=None,
+        reward_fn=spread,
+        lora_rank=lora_rank,
+        eval_dataset=str(TRAIN_ROWS),
+        eval_rows=4,
+    )
+
+    model = run.folder / "models" / "final"
+    assert run.summary.model_path == model
+    first, last = (run.records("eval")[place]["eval/reward"] for place in (0, -1))
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  model              {model}" in lines
+    assert f"  held-out reward    {first:.3f} -> {last:.3f}" in lines
+    assert lines[-1] == f"  look at it         hearth view {run.folder}"
+    card = (model / "README.md").read_text()
+    assert f"held-out reward | {first:.3f} -> {last:.3f} |" in card
+    assert "| steps | 4 |" in card
+    assert str(run.folder.parent) not in card
+    files = {path.name for path in model.iterdir()}
+    own = {"adapter_config.json"} if lora_rank else {"config.json", "generation_config.json"}
+    assert files >= own | {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
 def test_a_lora_policy_trains_and_exports_a_merged_model(trial):
     run = trial(lora_rank=4, reward_fn=spread, kl_beta=0.01, learning_rate=1e-2, merge_adapter=True)
 
@@ -260,12 +293,59 @@ def test_every_row_is_trained_exactly_once(trial, rows, interval):
     assert run.summary.steps == {1: 7, 3: 7, 0: 7}[interval]
 
 
-async def test_a_notebooks_loop_is_refused_with_the_way_around_it(trial):
-    with pytest.raises(ConfigError, match=r"asyncio\.to_thread"):
-        trial()
+async def test_a_notebooks_loop_is_held_up_by_a_run_until_its_stop_button_ends_it(trial, tmp_path):
+    assert trial(reward_fn=spread, max_rows=2).summary.steps == 1
 
-    run = await asyncio.to_thread(trial, reward_fn=spread, max_rows=2)
-    assert run.summary.steps == 1
+    def press_stop(text, row):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return spread(text, row)
+
+    with pytest.raises(KeyboardInterrupt):
+        trial(reward_fn=press_stop, folder="stopped", epochs=10_000)
+    with hold_log_path(tmp_path / "stopped"):
+        pass
+
+
+async def test_a_cancelled_task_ends_its_run_and_frees_the_folder(tmp_path):
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def reward(text, row):
+        loop.call_soon_threadsafe(begun.set)
+        return spread(text, row)
+
+    run = asyncio.create_task(
+        run_async(main, config(tmp_path, epochs=10_000, try_reward=False), reward_fn=reward)
+    )
+    await begun.wait()
+    run.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    with hold_log_path(tmp_path):
+        pass
+
+
+def test_an_error_of_a_reward_shows_the_users_lines_and_what_it_was_called_for(tmp_path, rows):
+    def reward(text, row):
+        return float(row["truth"])
+
+    with pytest.raises(KeyError) as failed:
+        main(config(tmp_path), [*rows[:2]], reward_fn=reward)
+
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(failed.value.__traceback__)]
+    assert frames == [failed.traceback[0].name, "run", "reward"]
+    assert "in reward_fn reward, called for the completion" in failed.value.__notes__[0]
+    assert "and rows[0], {'messages': [" in failed.value.__notes__[0]
+
+
+def test_a_users_mistake_has_no_frames_of_the_recipe(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"rows\[0\]: messages must be a non-empty list"
+    ) as refused:
+        main(config(tmp_path / "run"), rows=[{"prompt": "hi"}])
+
+    assert len(refused.traceback) == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_tokenizer_folder_is_named_before_anything_is_lost(trial):

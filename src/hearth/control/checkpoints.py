@@ -292,6 +292,7 @@ class Checkpoints:
                     folder=str(draft),
                     merge_adapter=request.merge_adapter,
                     trust_remote_code=entry.trust_remote_code,
+                    card=request.card or "",
                 )
             )
             # Also over a folder without a record: its platform ended just before it wrote that.

@@ -109,6 +109,8 @@ class ExportSpec:
     merge_adapter: bool = False
     """Write an adapter's snapshot as a whole model with the adapter merged in."""
     trust_remote_code: bool = False
+    card: str = ""
+    """Text of the folder's README.md."""
 
 
 WorkerSpec = TrainerSpec | DeploymentSpec

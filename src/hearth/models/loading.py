@@ -272,6 +272,11 @@ def export_pretrained(loaded: LoadedModel, tensors: Mapping[str, Tensor], folder
     with loading_lock, _hide_progress_bars(), _set_tied(module.config, is_tied):
         state = {name: tensor.detach() for name, tensor in tensors.items()}
         module.save_pretrained(str(folder), state_dict=state)
+    save_tokenizer(loaded, folder)
+
+
+def save_tokenizer(loaded: LoadedModel, folder: Path) -> None:
+    """Write the model's own tokenizer, with its chat template, into a folder; nothing without."""
     with contextlib.suppress(ConfigError):
         load_tokenizer(loaded.source).save_pretrained(str(folder))
 

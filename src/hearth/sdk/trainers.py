@@ -312,10 +312,12 @@ class TrainerJobManager(ResourceManager):
         timeout: float = PROMOTION_TIMEOUT_S,
         *,
         merge_adapter: bool = False,
+        card: str | None = None,
     ) -> Model:
         """Make a model of a promotable checkpoint.
 
-        ``merge_adapter`` writes an adapter as a whole model.
+        ``merge_adapter`` writes an adapter as a whole model; ``card`` is the text of its model
+        card.
 
         Raises:
             ConfigError: ``output_model_id`` breaks its rule; no request was sent.
@@ -329,6 +331,7 @@ class TrainerJobManager(ResourceManager):
             async_promotion=True,
             hot_load_deployment_id=hot_load_deployment_id,
             merge_adapter=merge_adapter,
+            card=card,
         )
         return start(promote(self._control, checkpoint_id, request, timeout)).result()
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError
-from hearth.models.loading import DTYPES, export_pretrained, load_model
+from hearth.models.loading import DTYPES, export_pretrained, load_model, save_tokenizer
 from hearth.models.lora import (
     LoraOptions,
     attach_lora,
@@ -33,14 +33,16 @@ class ExportOptions:
     merge_adapter: bool = False
     """Write an adapter's snapshot as a whole model with the adapter merged in."""
     trust_remote_code: bool = False
+    card: str = ""
+    """Text of the folder's README.md, the model card; without any there is none."""
 
 
 def export_snapshot(snapshot: Snapshot, options: ExportOptions) -> None:
     """Write a whole snapshot (no delta) to the folder, which appears complete or not at all.
 
     Full weights give a model folder in the snapshot's dtype, with the source's tokenizer. An
-    adapter gives PEFT's two files, or with ``merge_adapter`` a model folder with the adapter merged
-    into the source's weights, in their dtype.
+    adapter gives PEFT's two files and the tokenizer, or with ``merge_adapter`` a model folder with
+    the adapter merged into the source's weights, in their dtype.
 
     Raises:
         EngineError: the snapshot is of another model or does not fit the source, or the source
@@ -67,10 +69,21 @@ def export_snapshot(snapshot: Snapshot, options: ExportOptions) -> None:
                 export_pretrained(loaded, merge_tensors(loaded), draft)
             else:
                 write_adapter(loaded, draft)
+                save_tokenizer(loaded, draft)
+            if options.card:
+                (draft / "README.md").write_text(options.card, encoding="utf-8")
+            _make_readable(draft)
     except (ConfigError, OSError, SafetensorError) as error:
         raise EngineError(
             f"snapshot {snapshot.identity!r} could not be exported: {error}"
         ) from error
+
+
+def _make_readable(folder: Path) -> None:
+    """Let who may enter the folder read its files; safetensors writes them for their owner only."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.iterdir():
+        path.chmod(mode)
 
 
 def _dtype_of(tensors: Mapping[str, Tensor]) -> str:

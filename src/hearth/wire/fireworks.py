@@ -221,6 +221,8 @@ class Promote(Resource):
     hot_load_deployment_id: str | None = None
     merge_adapter: bool = False
     """Ours: write an adapter as a whole model."""
+    card: str | None = None
+    """Ours: the model card, README.md of the model's folder."""
 
 
 UNAVAILABLE = 14

@@ -144,9 +144,10 @@ class RecipeConfig:
     save_final_checkpoint: bool = True
     """Write a checkpoint at the end too, where dcp_save_interval is on."""
     output_model_id: str | None = None
-    """Promote the final weights to the model accounts/me/models/ID, in Hugging Face format."""
+    """Name of the trained model, accounts/me/models/ID, which is exported in Hugging Face format at
+    the end; None makes one up (log_path/models/final, on a served platform the trainer's name)."""
     merge_adapter: bool = False
-    """Promote a LoRA adapter merged into its model, instead of as a PEFT adapter."""
+    """Export a LoRA adapter merged into its model, instead of as a PEFT adapter."""
     init_from_checkpoint: str | None = None
     """Start from another run's checkpoint: its folder, or JOB:NAME on a served platform."""
     warm_start_from_adapter: str | None = None

@@ -52,7 +52,7 @@ class InfraSpec:
         if config.kept_checkpoints is not None:
             options["keep_checkpoints"] = config.kept_checkpoints
         identity = (
-            Path(config.log_path).resolve(),
+            Path(config.log_path).expanduser().resolve(),
             config.base_model,
             config.lora_rank,
             config.max_seq_len,

@@ -41,7 +41,7 @@ from training.run.async_loop import AsyncLoop, rollout_queue, run_watched
 from training.run.async_metrics import TRAIN
 from training.run.background_evaluation import BackgroundEvaluation
 from training.run.begin import begin_run
-from training.run.command import refuse_inside_event_loop, run_until_signal
+from training.run.command import recipe, run_until_signal
 from training.run.publisher import Publisher
 from training.run.state import RunSummary
 from training.samples import PromptGroup, group_advantages, to_datums
@@ -70,6 +70,7 @@ class Config(AsyncConfig):
         validate(self, rollout_problems(self))
 
 
+@recipe
 def main(
     config: Config,
     *,
@@ -94,7 +95,6 @@ def main(
         ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
         Exception: what a rollout function raised that no second try mends.
     """
-    refuse_inside_event_loop()
     config.validate()
     rows = choose_rows(config, rows)
     eval_rows = choose_eval_rows(config, eval_rows)

@@ -31,7 +31,7 @@ from training.recipes import async_rl_loop
 from training.recipes.async_rl_loop import run_rows
 from training.rollouts.runner import GroupCredit, GroupFilter
 from training.rollouts.validation import rollout_problems
-from training.run.command import refuse_inside_event_loop
+from training.run.command import recipe
 from training.run.state import RunSummary
 from training.samples.rollout import RolloutFnFactory, RolloutSetup
 from training.update.information_gain import (
@@ -60,6 +60,7 @@ class Config(TurnCreditConfig, async_rl_loop.Config):
         validate(self, [*rollout_problems(self), *turn_credit_problems(self)])
 
 
+@recipe
 def main(
     config: Config,
     *,
@@ -85,7 +86,6 @@ def main(
         ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
         Exception: what a rollout function raised that no second try mends.
     """
-    refuse_inside_event_loop()
     config.validate()
     rows = choose_rows(config, rows)
     eval_rows = choose_eval_rows(config, eval_rows)

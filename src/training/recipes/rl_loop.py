@@ -20,11 +20,12 @@ from typing import Literal
 
 from training.config.single_turn import SingleTurnConfig
 from training.config.validation import validate
-from training.data.rows import IndexedRow, Row, load_rows
+from training.data.given_rows import choose_eval_rows, choose_rows
+from training.data.rows import IndexedRow, Row
 from training.rewards import AnyReward, answer_reward, check_reward, guard_reward
 from training.rollouts.single_turn import sample_row
 from training.run.begin import begin_run
-from training.run.command import refuse_inside_event_loop, run_command, run_until_signal
+from training.run.command import recipe, run_command, run_until_signal
 from training.run.loop import Loop, RunSummary
 from training.run.window import SampledWindow
 from training.samples import RowOutcome, group_advantages, is_uniform, score_row, to_datums
@@ -61,6 +62,7 @@ class Config(SingleTurnConfig):
         validate(self)
 
 
+@recipe
 def main(
     config: Config,
     rows: Sequence[Row] | None = None,
@@ -82,12 +84,9 @@ def main(
         NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
         ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
     """
-    refuse_inside_event_loop()
     config.validate()
-    if rows is None:
-        rows = load_rows(config.dataset, config.max_rows)
-    if eval_rows is None:
-        eval_rows = load_rows(config.eval_dataset, config.eval_rows) if config.eval_dataset else []
+    rows = choose_rows(config, rows, needs_messages=True)
+    eval_rows = choose_eval_rows(config, eval_rows, needs_messages=True)
     reward_fn = guard_reward(config, reward_fn)
     check_reward(config, reward_fn, rows, eval_rows)
     with begin_run(config, rows, eval_rows, max_concurrent=config.max_concurrent) as (infra, run):

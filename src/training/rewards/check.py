@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from hearth.errors import ConfigError
 from training.rewards.answers import check_truths
+from training.rewards.errors import WrongRewardError
 from training.rewards.guard import GuardedReward
 from training.rewards.score import ScoringReward, as_score
-from training.rewards.scoring import AnyReward, call_reward
+from training.rewards.scoring import AnyReward, call_reward, name_reward, note_call
 
 if TYPE_CHECKING:  # configs import torch, which a reward's own process does without
     from training.config.single_turn import SingleTurnConfig
@@ -51,12 +52,13 @@ def check_reward(
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a function of the user may raise any
+        note_call(error, function, MADE_UP, rows[0], "rows[0]")
         problem, cause = f"score any text, got {type(error).__name__}: {error}", error
     if problem is None:
         return
     message = (
         f"reward_fn must {problem} for {MADE_UP!r} and rows[0], a row of {sorted(rows[0])}: mend "
-        "the function or the rows, or leave this first call out with try_reward=False"
+        f"{name_reward(function)} or the rows, or leave this first call out with try_reward=False"
     )
     if guard is None or not guard.drops_failures:
         raise ConfigError(message) from cause
@@ -86,6 +88,6 @@ def _describe_wrong_type(outcome: Any) -> str | None:
         return None
     try:
         as_score(outcome)
-    except (TypeError, ValueError):
+    except WrongRewardError:
         return f"return a number or a Score, got {outcome!r}"
     return None

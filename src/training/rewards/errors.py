@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from hearth.errors import HearthError
+from hearth.errors import ConfigError, HearthError
+
+
+class WrongRewardError(ConfigError, TypeError):
+    """A reward function returned what is neither a number nor a score."""
 
 
 class RewardTimeoutError(HearthError, TimeoutError):

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from training.rewards.errors import WrongRewardError
+
 
 @dataclass(frozen=True)
 class Score:
@@ -57,6 +59,15 @@ def as_score(outcome: Any) -> Score:
     """What a reward function returned, as a score.
 
     Raises:
-        TypeError, ValueError: it is no number.
+        WrongRewardError: it is no number; a text is none either, whatever it says.
     """
-    return outcome if isinstance(outcome, Score) else Score(float(outcome))
+    if isinstance(outcome, Score):
+        return outcome
+    try:
+        if isinstance(outcome, str | bytes):
+            raise TypeError
+        return Score(float(outcome))
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for many elements
+        raise WrongRewardError(
+            f"reward_fn must return a number or a Score, got {outcome!r}"
+        ) from None

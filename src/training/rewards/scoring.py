@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hearth.errors import ConfigError
@@ -16,44 +17,101 @@ from training.rewards.score import RewardFunction, Score, ScoringReward, Unscore
 
 T = TypeVar("T")
 
+NOTE = "in reward_fn"
+"""How the note begins that an error of a reward function has."""
+MOST_NOTED = 300
+"""Characters of a completion, and of a row, in such a note."""
+
 AnyReward = RewardFunction | GuardedReward
 """A reward function, plain, async or guarded."""
 
 
 async def scored(
-    reward_fn: AnyReward, completions: Sequence[str], row: Mapping[str, Any]
+    reward_fn: AnyReward, completions: Sequence[str], row: Mapping[str, Any], where: str = "a row"
 ) -> list[Score | Unscored]:
     """What each completion of a row earned, or why it earned nothing.
 
     A plain function is called for one after the other, here and now; calls that must be awaited
-    are under way together.
+    are under way together. ``where`` is the row's name in the note of an error.
 
     Raises:
-        Exception: what an unguarded function raised.
+        WrongRewardError: an unguarded function returned no number.
+        Exception: what an unguarded function raised. Either has a note of function, row and text.
     """
-    calls = [_begin_call(reward_fn, completion, row) for completion in completions]
-    waiting = [place for place, (outcome, _) in enumerate(calls) if inspect.isawaitable(outcome)]
-    if waiting:
-        results = await gather_or_cancel([_time_call(*calls[place]) for place in waiting])
-        for place, result in zip(waiting, results, strict=True):
-            calls[place] = result
-    return [_as_timed_score(outcome, seconds) for outcome, seconds in calls]
+    calls = [_Call(reward_fn, completion, row, where) for completion in completions]
+    begun = [(call, call.begin()) for call in calls]
+    waiting = [_finish(call, outcome) for call, outcome in begun if inspect.isawaitable(outcome)]
+    finished = iter(await gather_or_cancel(waiting) if waiting else ())
+    return [
+        next(finished) if inspect.isawaitable(outcome) else call.as_score(outcome)
+        for call, outcome in begun
+    ]
 
 
-def _begin_call(reward_fn: AnyReward, completion: str, row: Mapping[str, Any]) -> tuple[Any, float]:
-    """What a call returned, and its seconds."""
-    began = time.perf_counter()
-    return call_reward(reward_fn, completion, row), time.perf_counter() - began
+async def _finish(call: _Call, outcome: Awaitable[Any]) -> Score | Unscored:
+    with call.timed():
+        result = await outcome
+    return call.as_score(result)
 
 
-async def _time_call(outcome: Awaitable[T], seconds: float) -> tuple[T, float]:
-    began = time.perf_counter()
-    return await outcome, seconds + time.perf_counter() - began
+@dataclass
+class _Call:
+    """One call of a reward function, and the seconds that it has taken."""
+
+    reward_fn: AnyReward
+    completion: str
+    row: Mapping[str, Any]
+    where: str
+    seconds: float = 0.0
+
+    def begin(self) -> Any:
+        """What the function returns: a number, a score, or what must be awaited for one."""
+        with self.timed():
+            return call_reward(self.reward_fn, self.completion, self.row)
+
+    def as_score(self, outcome: Any) -> Score | Unscored:
+        """What the call returned, as a score with its seconds."""
+        with self.timed():
+            known = outcome if isinstance(outcome, Unscored) else as_score(outcome)
+        return replace(known, seconds=self.seconds)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the body's time; an error of it gets a note of what was called for what."""
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            note_call(error, self.reward_fn, self.completion, self.row, self.where)
+            raise
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
-def _as_timed_score(outcome: Any, seconds: float) -> Score | Unscored:
-    known = outcome if isinstance(outcome, Unscored) else as_score(outcome)
-    return replace(known, seconds=seconds)
+def name_reward(reward_fn: object) -> str:
+    """What a reward function is called: a function's own name, an object's type."""
+    function = reward_fn.function if isinstance(reward_fn, GuardedReward) else reward_fn
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def note_call(
+    error: Exception, reward_fn: object, completion: str, row: Mapping[str, Any], where: str
+) -> None:
+    """Note on an error which reward function it came from, and what that was called for."""
+    error.add_note(
+        f"{NOTE} {name_reward(reward_fn)}, called for the completion {_shorten(completion)} and "
+        f"{where}, {_shorten(dict(row))}"
+    )
+
+
+def is_of_reward(error: BaseException) -> bool:
+    """Whether an error came out of a reward function."""
+    return any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_NOTED else f"{text[:MOST_NOTED]} ..."
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:

@@ -123,11 +123,13 @@ class AsyncLoop(Loop[AsyncConfig]):
             self.evaluation.begin_if_due(step)
 
     async def finish(self) -> None:
-        """What a finished run leaves behind, and the last evaluation."""
-        await self.save_and_export()
+        """What a finished run leaves behind, and the last evaluation, which the card names."""
+        await self.save_last()
         if self.evaluation is not None:
             self.phase = "last evaluation"
             await self.evaluation.finish(self.run.step)
+        self.phase = "export"
+        await self.export()
 
     @contextlib.asynccontextmanager
     async def closing(self) -> AsyncIterator[None]:

@@ -19,6 +19,7 @@ from training.platform.run_infra import RunInfra, check_platform, load_tokenizer
 from training.rollouts.router_replay import warn_dense_policy
 from training.rollouts.single_turn import check_prompt
 from training.run.checkpoints import choose_checkpoint, read_manifest
+from training.run.closing import closing_lines, name_recipe
 from training.run.continuation import (
     check_continuation,
     describe_training,
@@ -114,6 +115,8 @@ def begin_run(
             warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
             with record_samples(config, run, tokenizer), _rare_collections():
                 yield infra, run
+        for line in closing_lines(run):
+            display.note(line)
 
 
 @contextlib.contextmanager
@@ -138,11 +141,6 @@ def record_samples(config: RecipeConfig, run: Run, tokenizer: Any) -> Iterator[N
     with opening as run.recorder:
         run.recorder.step = run.step
         yield
-
-
-def name_recipe(config: RecipeConfig) -> str:
-    """The recipe that a config belongs to: its module's name."""
-    return type(config).__module__.rsplit(".", 1)[-1]
 
 
 def warn_unbounded_ratio(config: RecipeConfig) -> None:

@@ -74,6 +74,23 @@ class EvalResult:
         return sum(sample.is_right for sample in self.samples) / len(self.samples)
 
     @property
+    def reward(self) -> float:
+        """The mean reward; NaN where no answer has one."""
+        if not self.samples:
+            return math.nan
+        return sum(sample.reward for sample in self.samples) / len(self.samples)
+
+    def describe(self) -> str:
+        """In words: the share of right answers where each reward is 0 or 1, else the mean reward.
+
+        Where all are 0 nobody knows which of them it is; the reward is right in both cases.
+        """
+        is_share = all(sample.reward in (0.0, 1.0) for sample in self.samples)
+        if is_share and self.accuracy > 0:
+            return f"accuracy {self.accuracy:.3f}"
+        return f"reward {self.reward:.3f}"
+
+    @property
     def pass_rates(self) -> dict[int, float]:
         """pass@k for k = 1, 2, 4, ... up to the number of answers per row."""
         counts: dict[int, list[int]] = {}
@@ -104,7 +121,7 @@ class EvalResult:
             | self._version_metrics()
             | {
                 "eval/accuracy": self.accuracy,
-                "eval/reward": sum(sample.reward for sample in samples) / len(samples),
+                "eval/reward": self.reward,
                 "eval/response_len/mean": sum(sample.length for sample in samples) / len(samples),
                 "eval/truncated_ratio": sum(sample.is_truncated for sample in samples)
                 / len(samples),
@@ -152,7 +169,8 @@ async def evaluate(
     async def judge(place: int, row: Row) -> tuple[list[EvalSample], list[SampledTrajectory]]:
         try:
             completions = await sample(place, row)
-            scores = await scored(reward_fn, [completion.text for completion in completions], row)
+            texts = [completion.text for completion in completions]
+            scores = await scored(reward_fn, texts, row, f"eval_rows[{place}]")
         except Exception as error:
             error.add_note(f"in the evaluation of held-out row {place}")
             raise

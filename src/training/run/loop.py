@@ -19,6 +19,7 @@ from training.data.rows import IndexedRow, epoch_rows
 from training.platform.run_infra import RunInfra
 from training.rewards.scoring import AnyReward
 from training.run.checkpoints import Checkpoint, write_manifest
+from training.run.closing import model_card
 from training.run.evaluation import evaluate
 from training.run.signal import Finding
 from training.run.state import Run, RunSummary
@@ -31,6 +32,8 @@ __all__ = ["Loop", "RunSummary"]
 
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
+FINAL_MODEL = "final"
+"""The trained model's name where ``output_model_id`` gives none."""
 AUTOMATIC_SAVE_RATIO = 50.0
 """Automatic checkpoints are this many times as far apart as the last one took to write."""
 
@@ -175,7 +178,12 @@ class Loop(Generic[ConfigT]):
         return 0 < interval <= run.step - run.saved[0]
 
     async def save_and_export(self) -> None:
-        """What a finished run leaves behind: a last checkpoint, and the model if it is to be kept.
+        """What a finished run leaves behind: a last checkpoint, and the model."""
+        await self.save_last()
+        await self.export()
+
+    async def save_last(self) -> None:
+        """Write a last checkpoint.
 
         Where the rows since the last step left nothing to train on, a record and a line say why.
         """
@@ -183,21 +191,33 @@ class Loop(Generic[ConfigT]):
             self.run.log.write("dropped", self.run.step, rollout_metrics(self.run.stats, ()))
         self.run.mention_untrained_rows()
         await self.save_if_due(is_last=True)
+
+    async def export(self) -> None:
+        """Make a model of the final weights, with its card; none where no step was taken.
+
+        Without ``output_model_id`` an embedded platform has it as ``models/final`` in the run's
+        folder, and a served one under the name of the trainer job.
+        """
         config, infra, run = self.config, self.infra, self.run
-        if config.output_model_id is None:
-            return
+        name = config.output_model_id
+        if name is None:
+            if run.step == 0:
+                return
+            name = FINAL_MODEL if infra.is_embedded else infra.policy_job_id
         saving = infra.policy_client.save_weights_for_sampler(f"final-{run.step:05d}", "base")
         saved = await saving.result_async(config.sync.dcp_timeout_s)
         model = await asyncio.to_thread(
             infra.trainers.promote_checkpoint,
             infra.policy_job_id,
             saved.snapshot_name,
-            config.output_model_id,
+            name,
             infra.policy_client.base_model,
             merge_adapter=config.merge_adapter,
+            card=model_card(config, run),
         )
         run.model_path = Path(model.source) if model.source else None
-        run.display.note(f"the trained model is {model.name}, in {model.source}")
+        if not infra.is_embedded:
+            run.display.note(f"the trained model is {model.name}, in {model.source}")
 
 
 def _find_held(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:

@@ -172,7 +172,7 @@ def _format_metrics(metrics: Metrics) -> list[str]:
         ("kl", "train/mean_kl", ".4f"),
         ("grad", "train/grad_norm", ".3f"),
         ("len", "rollout/response_len/mean", ".1f"),
-        ("held-out", "eval/accuracy", ".3f"),
+        ("held-out", "eval/reward", ".3f"),
         ("s", "perf/step_wall_time", ".2f"),
     )
     return [f"{name} {metrics[key]:{form}}" for name, key, form in wanted if key in metrics]

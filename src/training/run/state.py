@@ -141,8 +141,9 @@ class Run:
         self.recorder.begin_evaluation(step, self.eval_rows, result.sampled_trajectories)
         self.recorder.finish()
         self.log.write("eval", step, {**result.metrics(), **(times or {})})
-        self.timeline.event("eval", f"held-out accuracy {result.accuracy:.3f}", step=step)
-        self.display.note(f"step {step:>4}  held-out accuracy {result.accuracy:.3f}")
+        said = f"held-out {result.describe()}"
+        self.timeline.event("eval", said, step=step)
+        self.display.note(f"step {step:>4}  {said}")
 
     def note_version(self, version: int, step: int) -> None:
         """Count a weight sync: the deployment serves the weights of ``step`` as ``version``."""

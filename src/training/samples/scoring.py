@@ -125,7 +125,8 @@ async def score_row(
         for completion in completions
     ]
     texts = [completion.text for completion in compress(completions, is_scored)]
-    scores = await scored(reward_fn, texts, sampled.row.row)
+    where = f"rows[{sampled.row.source}]"
+    scores = await scored(reward_fn, texts, sampled.row.row, where)
     given = iter(scores)
     trajectories = [
         trajectory_of_completion(completion, next(given) if has_score else None)

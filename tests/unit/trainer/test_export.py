@@ -97,7 +97,18 @@ def test_an_adapter_gives_a_peft_folder_of_the_same_logits(
     model = peft.PeftModel.from_pretrained(base, str(folder)).eval()
     torch.testing.assert_close(model(IDS).logits, adapted.module(IDS).logits, atol=1e-5, rtol=0)
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    assert names[:2] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert AutoTokenizer.from_pretrained(folder)("w5 w9")["input_ids"] == [5, 9]
+
+
+def test_every_file_may_be_read_by_who_may_enter_the_folder_and_the_card_is_one_of_them(
+    trained: LoadedModel, export: Export
+) -> None:
+    folder = export(whole(trained), card="# mine\n")
+
+    assert (folder / "README.md").read_text() == "# mine\n"
+    modes = {path.stat().st_mode & 0o666 for path in folder.iterdir()}
+    assert modes == {folder.stat().st_mode & 0o666}
 
 
 def test_a_merged_adapter_gives_a_model_of_the_same_logits(

@@ -140,7 +140,7 @@ async def test_what_is_no_number_is_a_failure():
     dropping = guarded(lambda *_: None, on_error="drop")
 
     assert await dropping("", {}) is None
-    assert dropping.failures == {"TypeError": 1}
+    assert dropping.failures == {"WrongRewardError": 1}
 
 
 @pytest.mark.parametrize("error", [StopIteration, TimeoutError])

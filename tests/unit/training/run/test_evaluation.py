@@ -88,6 +88,19 @@ def test_a_result_says_how_often_answers_are_right_and_what_they_are_like():
     }
 
 
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([1.0, 0.0, 1.0, 1.0], "accuracy 0.750"),
+        ([0.25, 0.0, 0.5], "reward 0.250"),
+        ([0.0, 0.0], "reward 0.000"),
+        ([], "reward nan"),
+    ],
+)
+def test_graded_rewards_are_not_said_as_a_share_of_right_answers(rewards, said):
+    assert EvalResult([answer(0, reward) for reward in rewards]).describe() == said
+
+
 def test_the_share_without_an_answer_is_over_those_whose_reward_says_so():
     said = [None, True, False, False]
     result = EvalResult([answer(0, parsed=parsed) for parsed in said])
