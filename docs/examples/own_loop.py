@@ -3,7 +3,7 @@
     python docs/examples/own_loop.py
 
 trains the shipped tiny model for a few steps, on a platform inside this process. With
-FIREWORKS_BASE_URL and FIREWORKS_API_KEY set, the same lines train on the platform that is served
+HEARTH_URL and HEARTH_API_KEY set, the same lines train on the platform that is served
 there. docs/your_own_loop.md explains the parts.
 """
 # ruff: noqa: T201 - a program says what it does
@@ -39,8 +39,8 @@ ADAM = tinker.AdamParams(
 @contextlib.contextmanager
 def platform() -> Iterator[tuple[str, str]]:
     """URL and key of the served platform, or of one inside this process."""
-    if url := os.environ.get("FIREWORKS_BASE_URL"):
-        yield url, os.environ["FIREWORKS_API_KEY"]
+    if url := os.environ.get("HEARTH_URL"):
+        yield url, os.environ["HEARTH_API_KEY"]
         return
     with EmbeddedPlatform(work_dir=Path(tempfile.mkdtemp(prefix="own-loop-"))) as embedded:
         yield embedded.base_url, "embedded"

@@ -21,6 +21,20 @@ from hearth.errors import ConfigError
 KEYS_VARIABLE = "HEARTH_API_KEYS"
 CATALOG_VARIABLE = "HEARTH_CATALOG"
 VLLM_PYTHON_VARIABLE = "HEARTH_VLLM_PYTHON"
+URL_VARIABLE = "HEARTH_URL"
+"""Where clients find a served platform; ``FIREWORKS_BASE_URL`` is read where it is not set."""
+API_KEY_VARIABLE = "HEARTH_API_KEY"
+"""What they show it; ``FIREWORKS_API_KEY`` is read where it is not set."""
+
+
+def read_url() -> str:
+    """The URL of the served platform that the environment names; empty where it names none."""
+    return os.environ.get(URL_VARIABLE) or os.environ.get("FIREWORKS_BASE_URL", "")
+
+
+def read_api_key() -> str:
+    """The client's API key in the environment; empty where there is none."""
+    return os.environ.get(API_KEY_VARIABLE) or os.environ.get("FIREWORKS_API_KEY", "")
 
 
 @dataclass(frozen=True, kw_only=True)

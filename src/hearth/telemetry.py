@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import TextIO
 
 from hearth.errors import ConfigError
 
@@ -60,10 +61,26 @@ def setup_logging(level: int = logging.INFO) -> None:
         logger = logging.getLogger(name)
         logger.setLevel(level)
         if not logger.handlers:
-            handler = logging.StreamHandler(sys.stderr)
-            handler.setFormatter(make_formatter())
-            logger.addHandler(handler)
+            logger.addHandler(log_handler())
             logger.propagate = False
+
+
+def log_handler() -> logging.Handler:
+    """What ``setup_logging`` gives each logger."""
+    handler = _StderrHandler()
+    handler.setFormatter(make_formatter())
+    return handler
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at that moment: above a progress bar, not into it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
 
 
 _process = secrets.token_hex(8)

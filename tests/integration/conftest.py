@@ -58,7 +58,8 @@ def logging_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe starts a platform of its own, unless a test names one."""
-    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+    names = ("HEARTH_URL", "HEARTH_API_KEY", "FIREWORKS_BASE_URL", "FIREWORKS_API_KEY")
+    for name in names:
         monkeypatch.delenv(name, raising=False)
 
 

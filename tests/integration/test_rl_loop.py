@@ -18,7 +18,7 @@ from hearth.losses.catalog import POLICY_LOSSES
 from hearth.trainer.logprobs import TargetScorer
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import main
-from training.run.command import run_async
+from training.run.command import run_async, run_to_exit_code
 from training.run.log_path import hold_log_path
 from training.utils import DeployConfig, TISConfig, TrainerConfig
 
@@ -53,16 +53,26 @@ def test_weights_are_published_at_window_borders_only(trial, interval, published
 
 
 def test_a_group_without_spread_trains_nothing_and_publishes_nothing(trial, capsys):
-    run = trial(reward_fn=lambda text, row: 1.0)
+    runs = []
+    assert run_to_exit_code(lambda: train_flat(trial, runs)) == 1
 
+    (run,) = runs
     assert run.summary.steps == 0
     assert run.summary.rows == 8
     assert run.summary.version == 0
     assert run.records() == []
+    printed = capsys.readouterr()
     assert (
         "8 rows were dropped and no optimizer step was taken: 8 whose completions all earned the "
-        "same reward" in capsys.readouterr().out
+        "same reward" in printed.out
     )
+    assert "error: the run must take an optimizer step, got none in 8 rows" in printed.err
+
+
+def train_flat(trial, runs):
+    """The summary of a run whose answers all earn the same."""
+    runs.append(trial(reward_fn=lambda text, row: 1.0))
+    return runs[0].summary
 
 
 def test_a_reward_that_is_not_finite_drops_its_group_and_is_counted(trial, rows):
@@ -200,6 +210,8 @@ def test_a_run_without_a_name_for_its_model_leaves_a_whole_one_and_says_where(
         output_model_id=None,
         reward_fn=spread,
         lora_rank=lora_rank,
+        lora_alpha=16.0,
+        lora_targets=["attn"],
         eval_dataset=str(TRAIN_ROWS),
         eval_rows=4,
     )
@@ -215,6 +227,12 @@ def test_a_run_without_a_name_for_its_model_leaves_a_whole_one_and_says_where(
     assert f"held-out reward | {first:.3f} -> {last:.3f} |" in card
     assert "| steps | 4 |" in card
     assert str(run.folder.parent) not in card
+    if lora_rank:
+        adapter = orjson.loads((model / "adapter_config.json").read_bytes())
+        assert adapter["lora_alpha"] == 16
+        assert {name.rsplit(".", 1)[-1] for name in adapter["target_modules"]} == {
+            *("q_proj", "k_proj", "v_proj", "o_proj")
+        }
     files = {path.name for path in model.iterdir()}
     own = {"adapter_config.json"} if lora_rank else {"config.json", "generation_config.json"}
     assert files >= own | {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -330,7 +348,7 @@ def test_an_error_of_a_reward_shows_the_users_lines_and_what_it_was_called_for(t
         return float(row["truth"])
 
     with pytest.raises(KeyError) as failed:
-        main(config(tmp_path), [*rows[:2]], reward_fn=reward)
+        main(config(tmp_path, try_reward=False), [*rows[:2]], reward_fn=reward)
 
     frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(failed.value.__traceback__)]
     assert frames == [failed.traceback[0].name, "run", "reward"]

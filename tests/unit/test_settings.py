@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ConfigError
-from hearth.settings import Settings, is_loopback, read_settings
+from hearth.settings import Settings, is_loopback, read_api_key, read_settings, read_url
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +147,23 @@ def test_limits_of_keys_need_keys(name, monkeypatch):
     assert getattr(Settings(**{name: 2}), name) == 2
     with pytest.raises(ConfigError, match=f"{name} must be >= 1 or unset, got 0"):
         Settings(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "key"),
+    [
+        ({}, "", ""),
+        ({"HEARTH_URL": "http://a", "HEARTH_API_KEY": "k"}, "http://a", "k"),
+        ({"FIREWORKS_BASE_URL": "http://b", "FIREWORKS_API_KEY": "l"}, "http://b", "l"),
+        ({"FIREWORKS_BASE_URL": "http://b", "HEARTH_URL": "http://a"}, "http://a", ""),
+    ],
+)
+def test_a_platform_is_named_by_our_variables_and_by_the_older_ones(
+    monkeypatch, variables, url, key
+):
+    for name in ("HEARTH_URL", "HEARTH_API_KEY", "FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert (read_url(), read_api_key()) == (url, key)

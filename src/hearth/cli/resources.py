@@ -18,6 +18,7 @@ from rich.text import Text
 
 from hearth.errors import NotFoundError, TransportError
 from hearth.exit_codes import ExitCode, exit_code
+from hearth.settings import read_api_key, read_url
 
 if TYPE_CHECKING:  # half a second to import, which --help is spared
     from hearth.sdk.deployments import DeploymentManager
@@ -37,19 +38,19 @@ class Platform:
     """Flags that name a platform."""
 
     base_url: str = ""
-    """URL of the platform; default FIREWORKS_BASE_URL, else http://127.0.0.1:8000."""
+    """URL of the platform; default HEARTH_URL, else http://127.0.0.1:8000."""
     api_key: str = ""
-    """API key; default FIREWORKS_API_KEY."""
+    """API key; default HEARTH_API_KEY."""
 
     @property
     def url(self) -> str:
         """The URL to use."""
-        return self.base_url or os.environ.get("FIREWORKS_BASE_URL") or _DEFAULT_URL
+        return self.base_url or read_url() or _DEFAULT_URL
 
     @property
     def key(self) -> str:
         """The key to use; a platform without keys accepts any."""
-        return self.api_key or os.environ.get("FIREWORKS_API_KEY") or "none"
+        return self.api_key or read_api_key() or "none"
 
     def get(self, path: str, kind: type[RecordT], **params: str) -> RecordT:
         """Fetch a record of the account."""
@@ -74,7 +75,7 @@ class Platform:
         except TransportError as error:
             raise TransportError(
                 f"base_url must be a platform that answers, got {self.url}: {error} Start one with "
-                "`hearth serve`, or say where it is with --base-url or FIREWORKS_BASE_URL"
+                "`hearth serve`, or say where it is with --base-url or HEARTH_URL"
             ) from None
 
     def jobs(self) -> list[TrainerJob]:

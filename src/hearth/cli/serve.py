@@ -80,4 +80,4 @@ def _print_address(url: str, settings: Settings) -> None:
     # Never wrapped: people copy the second line.
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"serving at {url}, data in {settings.data_dir}")
-    console.print(f"export FIREWORKS_BASE_URL={url} FIREWORKS_API_KEY=x   # the key is {key}")
+    console.print(f"export HEARTH_URL={url} HEARTH_API_KEY=x   # the key is {key}")

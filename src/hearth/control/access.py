@@ -72,7 +72,7 @@ class Access:
         if not matches:
             shown = "a wrong one" if given else "none"
             raise AuthError(
-                f"x-api-key must be a key of this platform, got {shown}: export FIREWORKS_API_KEY"
+                f"x-api-key must be a key of this platform, got {shown}: export HEARTH_API_KEY"
             )
         return matches[0]
 

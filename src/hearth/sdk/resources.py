@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import orjson
 from hearth.errors import ConfigError, NotFoundError
 from hearth.sdk.background import start
 from hearth.sdk.transport import TRANSIENT_STATUSES, Http, RetryPolicy
+from hearth.settings import read_api_key, read_url
 from hearth.wire.base import Record
 from hearth.wire.fireworks import AccountPage
 from hearth.wire.messages import HttpRequest
@@ -55,21 +55,21 @@ class WaitPolicy:
 
 
 def resolve_platform(api_key: str | None, base_url: str | None) -> tuple[str, str]:
-    """Key and URL, from ``FIREWORKS_API_KEY`` and ``FIREWORKS_BASE_URL`` where None.
+    """Key and URL, from ``HEARTH_API_KEY`` and ``HEARTH_URL`` where None.
 
     Raises:
         ConfigError: the key or the URL is in neither place.
     """
-    url = base_url or os.environ.get("FIREWORKS_BASE_URL", "")
+    url = base_url or read_url()
     if not url:
         raise ConfigError(
-            "base_url must be given or FIREWORKS_BASE_URL set, got neither: it is the URL that "
+            "base_url must be given or HEARTH_URL set, got neither: it is the URL that "
             "`hearth serve` prints"
         )
-    key = api_key or os.environ.get("FIREWORKS_API_KEY", "")
+    key = api_key or read_api_key()
     if not key:
         raise ConfigError(
-            "api_key must be given or FIREWORKS_API_KEY set, got neither (any text will do for a "
+            "api_key must be given or HEARTH_API_KEY set, got neither (any text will do for a "
             "platform on this machine)"
         )
     return key, url

@@ -113,7 +113,7 @@ class Http:
     def __init__(self, base_url: str, api_key: str, *, retries: RetryPolicy | None = None) -> None:
         if not api_key:
             raise ConfigError(
-                "api_key must be set, got '': export FIREWORKS_API_KEY (any text will do for a "
+                "api_key must be set, got '': export HEARTH_API_KEY (any text will do for a "
                 "platform on this machine)"
             )
         self.base_url = base_url.rstrip("/")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from hearth.losses.policy_gradients import DRO
 from hearth.losses.sequence import GSPO
 
 CheckpointType = Literal["base", "delta"]
+LoraTarget = Literal["attn", "mlp", "unembed"]
+"""Linear layers that a LoRA adapter may change."""
 ResumeMode = Literal["auto", "never", "force"]
 Replay = Literal["none", "completion", "all"]
 """Whose experts are replayed: nobody's, those of sampled tokens, or those of prompts as well."""
@@ -66,7 +68,7 @@ class WeightSyncScope(StrEnum):
 
 @dataclass(kw_only=True)
 class InfraConfig:
-    """Where trainer jobs run (documents 000, 001, 003). Newer configs say ``TrainerConfig``."""
+    """Where trainer jobs run, as older configs say it. Newer ones say ``TrainerConfig``."""
 
     training_shape_id: str | None = None
     """Training shape of the policy trainer, ``accounts/NAME/trainingShapes/NAME``."""
@@ -98,7 +100,7 @@ class InfraConfig:
 
 @dataclass(kw_only=True)
 class TrainerConfig:
-    """Where trainer jobs run (document 004)."""
+    """Where trainer jobs run."""
 
     job_id: str | None = None
     """An existing policy trainer to attach to."""
@@ -177,7 +179,7 @@ class DeployConfig:
 
 @dataclass(kw_only=True)
 class WeightSyncConfig:
-    """When weights go to the deployment, and when checkpoints are written (000, 001)."""
+    """When weights go to the deployment, and when checkpoints are written, as older configs say."""
 
     weight_sync_interval: int = DefaultInt(1)
     """Optimizer steps per weight sync; 0 never syncs."""
@@ -195,7 +197,7 @@ class WeightSyncConfig:
 
 @dataclass(kw_only=True)
 class HotloadConfig:
-    """``WeightSyncConfig`` as document 003 calls it."""
+    """``WeightSyncConfig`` under its oldest names."""
 
     hot_load_interval: int = DefaultInt(1)
     """Optimizer steps per weight sync; 0 never syncs."""
@@ -250,7 +252,7 @@ DROConfig = DRO
 
 @dataclass(frozen=True, kw_only=True)
 class ISConfig(TIS):
-    """``TISConfig`` as document 003 calls it."""
+    """``TISConfig`` under its older name."""
 
     clip_high: float | None = None
     """``cap`` under its older name; None leaves ``cap`` alone."""
@@ -281,6 +283,23 @@ def plain_config(config: Any) -> dict[str, Any]:
         return {name: marked.get(type(value), lambda same: same)(value) for name, value in items}
 
     return asdict(config, dict_factory=plain)
+
+
+OLDER_SPELLINGS = ("infra", "weight_sync", "hotload", "rollout_workers")
+"""Fields that say what others say, for configs that were written for them."""
+
+
+def own_config(config: Any) -> dict[str, Any]:
+    """``plain_config`` without the older spellings that nobody has used."""
+    plain, usual = plain_config(config), {field.name: field for field in fields(config)}
+    for name in OLDER_SPELLINGS:
+        if name in usual and getattr(config, name) == _default_of(usual[name]):
+            del plain[name]
+    return plain
+
+
+def _default_of(setting: Any) -> Any:
+    return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+from tyro.conf import Suppress
+
 from training.config.parts import (
     CISPOConfig,
     DAPOConfig,
@@ -15,6 +17,7 @@ from training.config.parts import (
     GSPOConfig,
     HotloadConfig,
     InfraConfig,
+    LoraTarget,
     Replay,
     ResumeConfig,
     ResumeMode,
@@ -45,8 +48,8 @@ class RecipeConfig:
     """Model to start from: a registered name, a folder or a hub id."""
     dataset: str = GSM8K_SAMPLE
     """Rows to train on: JSONL path or http(s) URL, lines of {messages, ground_truth}."""
-    max_rows: int = 100
-    """Number of dataset rows to use."""
+    max_rows: int | None = None
+    """Number of dataset rows to use, the first ones; None uses all."""
     epochs: int = 1
     """Passes over the rows."""
     shuffle: bool = False
@@ -62,7 +65,7 @@ class RecipeConfig:
     """Longest completion, in tokens."""
     truncated_completions: Literal["drop", "score"] = "score"
     """What becomes of completions cut by max_completion_tokens: score trains them with the reward
-    that the rollout gave, as document 004 does; drop leaves them out, as rl_loop does."""
+    that the rollout gave; drop leaves them out, as rl_loop does."""
     temperature: float = 1.0
     """Sampling temperature; policy logprobs are taken at the same temperature."""
     max_seq_len: int = 4096
@@ -121,6 +124,10 @@ class RecipeConfig:
     """Optimizer steps per batch."""
     lora_rank: int = 0
     """0 trains all parameters, above 0 a LoRA adapter of that rank."""
+    lora_alpha: float = 32.0
+    """An adapter's update is scaled by lora_alpha / lora_rank."""
+    lora_targets: list[LoraTarget] = field(default_factory=lambda: ["attn", "mlp"])
+    """Which linear layers an adapter changes: those of attention, of the MLPs, the output head."""
     router_replay: bool = False
     """Send tokens to the experts that the sampler sent them to (R3); for mixtures of experts."""
     router_replay_completion_only: bool = True
@@ -202,11 +209,11 @@ class RecipeConfig:
     their environment variables name another place (docs/trackers.md)."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     """Whether and where to go on; a run with checkpoints in log_path goes on by itself."""
-    infra: InfraConfig = field(default_factory=InfraConfig)
+    infra: Suppress[InfraConfig] = field(default_factory=InfraConfig)
     """Older spelling of ``trainer``."""
-    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    weight_sync: Suppress[WeightSyncConfig] = field(default_factory=WeightSyncConfig)
     """Older spelling of the ``weight_sync_*`` and ``dcp_*`` fields."""
-    hotload: HotloadConfig = field(default_factory=HotloadConfig)
+    hotload: Suppress[HotloadConfig] = field(default_factory=HotloadConfig)
     """Oldest spelling of the same."""
 
     def __post_init__(self) -> None:

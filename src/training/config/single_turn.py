@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tyro.conf import Suppress
+
 from training.config.recipe import RecipeConfig
 
 RewardWorkers = Literal["loop", "process", "ray"]
@@ -33,5 +35,5 @@ class SingleTurnConfig(RecipeConfig):
     first row, so that a mistake in it is found at once. Turn it off for a function whose calls cost
     something or leave something behind. Async functions, functions that capture variables, objects
     with attributes and functions that run on a Ray cluster are not tried."""
-    rollout_workers: RewardWorkers | None = None
+    rollout_workers: Suppress[RewardWorkers | None] = None
     """Older name of reward_workers."""

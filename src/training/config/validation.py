@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hearth.errors import ConfigError
 from hearth.losses.catalog import POLICY_LOSSES
 from training.config.objective import objective_options, tis_options
-from training.config.parts import Tracker, read_share
+from training.config.parts import LoraTarget, Tracker, read_share
 from training.config.recipe import RecipeConfig
 from training.config.single_turn import SingleTurnConfig
 
@@ -187,12 +187,13 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
         config,
         "prompt_groups_per_step",
         "max_completion_tokens",
-        "max_rows",
         "epochs",
         "ppo_n_minibatches",
         "eval_rows",
         "eval_samples_per_prompt",
     )
+    if config.max_rows is not None and config.max_rows < 1:
+        yield f"max_rows must be >= 1 or None, got {config.max_rows}"
     if config.eval_every < 0:
         yield f"eval_every must be >= 0, got {config.eval_every}"
     try:
@@ -203,6 +204,11 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
         yield f"no_signal_patience must be >= 1 or None, got {config.no_signal_patience}"
     if config.lora_rank < 0:
         yield f"lora_rank must be >= 0, got {config.lora_rank}"
+    if not (math.isfinite(config.lora_alpha) and config.lora_alpha > 0):
+        yield f"lora_alpha must be > 0, got {config.lora_alpha}"
+    known = get_args(LoraTarget)
+    if not config.lora_targets or not set(config.lora_targets) <= set(known):
+        yield f"lora_targets must be one or more of {list(known)}, got {config.lora_targets}"
     if config.max_seq_len < 2:
         yield f"max_seq_len must be >= 2, got {config.max_seq_len}"
 

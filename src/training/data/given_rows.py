@@ -41,7 +41,9 @@ def choose_eval_rows(
         return _check_rows(rows, "eval_rows", needs_messages)
     if config.eval_dataset is None:
         return []
-    return load_rows(config.eval_dataset, config.eval_rows, needs_messages=needs_messages)
+    return load_rows(
+        config.eval_dataset, config.eval_rows, needs_messages=needs_messages, setting="eval_rows"
+    )
 
 
 def _check_rows(rows: object, name: str, needs_messages: bool) -> list[Row]:

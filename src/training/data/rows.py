@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,24 +14,42 @@ import orjson
 
 from hearth.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 Row = Mapping[str, Any]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def load_rows(
-    dataset: str, max_rows: int | None = None, *, needs_messages: bool = True
+    dataset: str,
+    max_rows: int | None = None,
+    *,
+    needs_messages: bool = True,
+    setting: str = "max_rows",
 ) -> list[dict[str, Any]]:
     """The first ``max_rows`` rows of a JSONL file or http(s) URL; blank lines do not count.
 
-    Without ``needs_messages`` any JSON object is a row.
+    Without ``needs_messages`` any JSON object is a row. Where there are more rows, it is said by
+    the name of the ``setting`` that leaves them out.
 
     Raises:
         ConfigError: the dataset cannot be read, is empty, or a line breaks the row format; the
             message names the file and the line.
     """
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(_read(dataset).split(b"\n"), start=1):
+    lines = _read(dataset).split(b"\n")
+    for number, line in enumerate(lines, start=1):
         if max_rows is not None and len(rows) >= max_rows:
+            left_out = sum(bool(later.strip()) for later in lines[number - 1 :])
+            if left_out:
+                logger.warning(
+                    "%s=%d leaves out %d of the %d rows of %s",
+                    setting,
+                    max_rows,
+                    left_out,
+                    max_rows + left_out,
+                    dataset,
+                )
             break
         if line.strip():
             row = parse_row(line, where=f"{dataset}:{number}", needs_messages=needs_messages)

@@ -174,7 +174,7 @@ def _connect(
         session = open_session(trainers, parts.policy, api_key)
         stack.callback(close_session, session)
         policy_client = session.create_training_client(
-            spec.base_model, spec.lora_rank, seed=spec.seed, replace=True
+            spec.base_model, spec.lora_rank, seed=spec.seed, replace=True, **spec.lora_options
         )
         policy = ReconnectableClient(
             policy_client, endpoint=parts.policy, session=session, **limits

@@ -1,6 +1,6 @@
 """The platform that a recipe runs on, and everything the recipe needs of it.
 
-``FIREWORKS_BASE_URL`` names a served platform. Without it the platform is embedded: it starts
+``HEARTH_URL`` names a served platform. Without it the platform is embedded: it starts
 inside this process and ends with the run.
 """
 
@@ -25,6 +25,7 @@ from hearth.sdk import (
 )
 from hearth.sdk.sampling_requests import SamplingRetryPolicy
 from hearth.sdk.transport import RetryPolicy
+from hearth.settings import API_KEY_VARIABLE, URL_VARIABLE, read_api_key, read_url
 from training.config.parts import DeployConfig
 from training.config.recipe import RecipeConfig
 from training.platform.cleanup import ResourceCleanup
@@ -33,8 +34,6 @@ from training.platform.spec import InfraSpec
 
 logger = logging.getLogger(__name__)
 
-BASE_URL = "FIREWORKS_BASE_URL"
-API_KEY = "FIREWORKS_API_KEY"
 _WHERE = {
     "inline": "inside this process",
     "process": "in processes of its own",
@@ -63,7 +62,7 @@ class RunInfra(Infra):
 
 def is_embedded() -> bool:
     """Whether the platform runs inside this process: no URL names another."""
-    return not os.environ.get(BASE_URL)
+    return not read_url()
 
 
 def check_platform(config: RecipeConfig) -> None:
@@ -74,17 +73,17 @@ def check_platform(config: RecipeConfig) -> None:
     """
     _ = config.merged_infra
     if not is_embedded():
-        if not os.environ.get(API_KEY):
+        if not read_api_key():
             raise ConfigError(
-                f"{API_KEY} must be set where {BASE_URL} is, got none: any text will do for a "
-                "platform on this machine without keys"
+                f"{API_KEY_VARIABLE} must be set where {URL_VARIABLE} is, got none: any text "
+                "will do for a platform on this machine without keys"
             )
         return
     trainer = config.trainer
     if trainer.job_id or trainer.reference_job_id:
         raise ConfigError(
             f"trainer.job_id must name a job of a served platform, got {trainer.job_id!r} and no "
-            f"{BASE_URL}: the embedded platform starts empty"
+            f"{URL_VARIABLE}: the embedded platform starts empty"
         )
     if trainer.ranks > 1 and config.placement == "inline":
         raise ConfigError(
@@ -201,12 +200,11 @@ def _find_platform(
     config: RecipeConfig, stack: contextlib.ExitStack, on_status: Callable[[str], None]
 ) -> tuple[str, str]:
     """Base URL and key of the platform, which is started here when none is named."""
-    base_url = os.environ.get(BASE_URL)
+    base_url = read_url()
     if base_url:
-        on_status(f"the platform is at {base_url} ({BASE_URL}), with {config.base_model}")
-        return base_url, os.environ[API_KEY]
-    where = _WHERE[config.placement]
-    on_status(f"{BASE_URL} is not set: the platform runs {where}, with {config.base_model}")
+        on_status(f"the platform is at {base_url}, with {config.base_model}")
+        return base_url, read_api_key()
+    on_status(f"the platform runs {_WHERE[config.placement]}, with {config.base_model}")
     platform = stack.enter_context(
         EmbeddedPlatform(
             work_dir=Path(config.log_path).expanduser(),
@@ -214,4 +212,4 @@ def _find_platform(
             snapshot_store=config.snapshot_store,
         )
     )
-    return platform.base_url, os.environ.get(API_KEY) or "embedded"
+    return platform.base_url, read_api_key() or "embedded"

@@ -7,9 +7,9 @@ import secrets
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from training.config.parts import DeployConfig, InfraConfig, WeightSyncScope
+from training.config.parts import DeployConfig, InfraConfig, LoraTarget, WeightSyncScope
 from training.config.recipe import RecipeConfig
 
 STEP_TIMEOUT_S = 3600.0
@@ -24,6 +24,8 @@ class InfraSpec:
     infra: InfraConfig = field(default_factory=InfraConfig)
     deployment: DeployConfig = field(default_factory=DeployConfig)
     lora_rank: int = 0
+    lora_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What a training client makes the adapter with, beside its rank."""
     max_seq_len: int | None = None
     learning_rate: float = 1e-5
     step_timeout_s: float = STEP_TIMEOUT_S
@@ -67,6 +69,10 @@ class InfraSpec:
             infra=infra,
             deployment=config.deployment,
             lora_rank=config.lora_rank,
+            lora_options={
+                "lora_alpha": config.lora_alpha,
+                **{f"train_{part}": part in config.lora_targets for part in get_args(LoraTarget)},
+            },
             max_seq_len=config.max_seq_len,
             learning_rate=config.learning_rate,
             dcp_timeout_s=config.sync.dcp_timeout_s,

@@ -133,7 +133,7 @@ class _RolloutActors:
         if problem := next(filter(None, problems), None):
             self.close()
             raise ConfigError(
-                "FIREWORKS_BASE_URL must be an address that every node of the cluster reaches, got "
+                "HEARTH_URL must be an address that every node of the cluster reaches, got "
                 f"{setup.inference_base_url!r}: {problem}; `hearth serve --host ADDRESS` listens "
                 "where others reach it"
             )

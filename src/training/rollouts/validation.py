@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import orjson
 
 from hearth.errors import ConfigError
+from hearth.settings import URL_VARIABLE
 from training.config.async_recipe import AsyncConfig
-from training.platform.run_infra import BASE_URL, is_embedded
+from training.platform.run_infra import is_embedded
 from training.rollouts.queue import gate_limits
 
 
@@ -30,8 +31,8 @@ def rollout_problems(config: AsyncConfig) -> Iterator[str]:
         yield f"rollout_retries must be >= 0, got {config.rollout_retries}"
     if config.rollout_workers == "ray" and is_embedded():
         yield (
-            f"rollout_workers must be 'loop' without {BASE_URL}, got 'ray': processes elsewhere "
-            "cannot reach a platform inside this one; start `hearth serve`"
+            f"rollout_workers must be 'loop' without {URL_VARIABLE}, got 'ray': processes "
+            "elsewhere cannot reach a platform inside this one; start `hearth serve`"
         )
     if config.rollout_worker_count < 1:
         yield f"rollout_worker_count must be >= 1, got {config.rollout_worker_count}"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hearth.telemetry import Stopwatch
 from training.config.objective import objective_options
-from training.config.parts import plain_config
+from training.config.parts import own_config
 from training.config.recipe import RecipeConfig
 from training.config.single_turn import SingleTurnConfig
 from training.data.rows import Row
@@ -65,13 +65,14 @@ def begin_run(
         HearthError: the platform cannot be reached, or refuses.
     """
     started = time.perf_counter()
-    log_path = prepare_log_path(config.log_path)
     check_platform(config)
     check_trackers(config)
     tokenizer = load_tokenizer(config.deployment)
     if isinstance(config, SingleTurnConfig) and rows:
         check_prompt(config, tokenizer, rows[0])
     trained_on = describe_training(config, rows)
+    # Late: a start that is refused leaves no empty folder.
+    log_path = prepare_log_path(config.log_path)
     with hold_log_path(log_path), Display.open(len(rows) * config.epochs) as display:
         checkpoints = [] if config.resume.mode == "never" else read_manifest(log_path)
         resumed = choose_checkpoint(checkpoints, config.resume.resume_from)
@@ -82,7 +83,7 @@ def begin_run(
             if has_results(log_path):
                 aside = move_aside(log_path)
                 display.note(f"the older run of this folder is in {aside} now")
-        write_config(log_path, plain_config(config))
+        write_config(log_path, own_config(config))
         write_trained_on(log_path, trained_on)
         warn_unbounded_ratio(config)
         resumed_step = resumed.step if resumed is not None else None

@@ -47,11 +47,9 @@ def list_changes(records: Sequence[Mapping[str, Any]]) -> list[Change]:
 
 def _reward_change(records: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
     steps = [record for record in records if record["type"] == "train"]
-    rewards = [
-        record.get("rollout/raw_reward", record.get("rollout/reward"))
-        for record in steps
-        if "rollout/raw_reward" in record or "rollout/reward" in record
-    ]
+    # None stands for NaN, where a reward was no number.
+    sampled = [record.get("rollout/raw_reward", record.get("rollout/reward")) for record in steps]
+    rewards = [reward for reward in sampled if reward is not None]
     if not rewards:
         return
     edge = max(1, int(EDGE * len(rewards)))
@@ -61,7 +59,11 @@ def _reward_change(records: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
 
 
 def _heldout_change(records: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
-    results = [record for record in records if record["type"] == "eval" and "eval/reward" in record]
+    results = [
+        record
+        for record in records
+        if record["type"] == "eval" and record.get("eval/reward") is not None
+    ]
     if not results:
         return
     # Where each reward is 0 or 1, their mean is the share of right answers.

@@ -44,7 +44,16 @@ and in what pieces it computes, when it saves and how long it waits. Rows are co
 """
 
 FIXED = frozenset(
-    {"rows", "seed", "shuffle", "lora_rank", "init_from_checkpoint", "warm_start_from_adapter"}
+    {
+        "rows",
+        "seed",
+        "shuffle",
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "init_from_checkpoint",
+        "warm_start_from_adapter",
+    }
 )
 """What not even ``resume="force"`` changes: the rows' order and the parameters follow from it."""
 

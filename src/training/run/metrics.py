@@ -11,7 +11,8 @@ from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from hearth.files import explain_refusals, write_file
 from training.run.log_path import keep_older
@@ -124,11 +125,14 @@ class Display:
         self.console = console or Console()
         self._bar: Progress | None = None
         if self.console.is_terminal:
-            # As narrow as it is, bar and step fit into 80 columns side by side.
             self._bar = Progress(
-                BarColumn(bar_width=10),
+                BarColumn(bar_width=6),
                 MofNCompleteColumn(),
-                TextColumn("{task.description}"),
+                TimeRemainingColumn(compact=True),
+                # What does not fit into the line is cut: a second line would not be taken away.
+                TextColumn(
+                    "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")
+                ),
                 console=self.console,
                 transient=True,
             )
@@ -148,6 +152,11 @@ class Display:
     def note(self, line: str) -> None:
         """Print one line above the bar."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def rows(self, rows_done: int) -> None:
+        """Move the bar: so many rows are finished, trained or dropped."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=rows_done)
 
     def step(self, step: int, rows_done: int, metrics: Metrics) -> None:
         """Show a finished step."""

@@ -39,7 +39,7 @@ FIRST_STEPS = 5
 """Steps that there must be before one is compared with others."""
 REMEMBERED_STEPS = 50
 REPEAT_AFTER = 20
-"""Steps until a finding of the same kind is logged again."""
+"""Steps until a finding of the same kind is logged again; twice as many each time after that."""
 MOST_LINES = 2
 """Findings per step."""
 MOST_CHARACTERS = 1000
@@ -126,7 +126,9 @@ def _rows(metrics: Metrics) -> Iterator[Finding]:
             f"the reward of {failed / num_completions:.0%} of the answers failed: see the log",
         )
     useful = metrics.get("signal/useful_row_ratio")
-    if useful is not None and 1.0 - useful >= USELESS_ROWS:
+    # Where answers are cut, that is why; and where most are right, there is less and less to learn.
+    is_explained = truncated >= TRUNCATED or metrics.get("rollout/raw_reward", 0.0) > CORRECT
+    if useful is not None and 1.0 - useful >= USELESS_ROWS and not is_explained:
         yield Finding(
             "rows",
             f"{1.0 - useful:.0%} of the rows taught nothing: mostly their answers all earn the "
@@ -235,6 +237,7 @@ class SignalWatch:
         self._first: list[Metrics] = []
         self._past: deque[Metrics] = deque(maxlen=REMEMBERED_STEPS)
         self._reported_at: dict[str, int] = {}
+        self._pauses: dict[str, int] = {}
         self._steps = 0
 
     def see_row(self, outcome: RowOutcome) -> None:
@@ -281,10 +284,12 @@ class SignalWatch:
         """Say what somebody else has found, unless it was said not long ago."""
         if self._is_due(finding.kind):
             self._reported_at[finding.kind] = self._steps
+            self._pauses[finding.kind] = 2 * self._pauses.get(finding.kind, REPEAT_AFTER // 2)
             self._note(f"step {step:>4}  {finding.line}")
 
     def _is_due(self, kind: str) -> bool:
-        return self._steps - self._reported_at.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER
+        pause = self._pauses.get(kind, 0)
+        return self._steps - self._reported_at.get(kind, self._steps) >= pause
 
     def _format_example(self, stretch: Stretch) -> str:
         example = stretch.example

@@ -315,6 +315,7 @@ class Run:
             )
         if outcome.group is None:
             self.cursor.finish([outcome.row.index])
+            self.display.rows(self.cursor.count)
         self.signal.see_row(outcome)
 
     def _see_sampling(self, outcome: RowOutcome) -> None:

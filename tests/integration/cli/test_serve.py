@@ -100,7 +100,7 @@ def test_a_platform_is_served_is_one_to_its_folder_survives_a_kill_and_ends_whol
     url = first.url()
     assert int(url.rpartition(":")[2]) > 0
     assert first.out.splitlines()[1] == (
-        f"export FIREWORKS_BASE_URL={url} FIREWORKS_API_KEY=x   # the key is any text"
+        f"export HEARTH_URL={url} HEARTH_API_KEY=x   # the key is any text"
     )
     maps = Path(f"/proc/{first.process.pid}/maps").read_text()
     assert "libtorch" not in maps, "what computes nothing loads nothing that does"

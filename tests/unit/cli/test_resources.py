@@ -300,7 +300,7 @@ def test_a_wrong_key_is_one_line_that_says_what_to_do(platform, capsys):
     assert ps(["--api-key", "wrong"]) == 2
 
     error = capsys.readouterr().err
-    assert "got a wrong one: export FIREWORKS_API_KEY" in error
+    assert "got a wrong one: export HEARTH_API_KEY" in error
     assert error.count("\n") == 1
 
 

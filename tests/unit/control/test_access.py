@@ -122,7 +122,7 @@ async def test_no_key_and_a_wrong_one_are_told_apart_and_what_to_do_is_said(acce
     wrong = (await http.get("/v1/accounts", headers={"x-api-key": "wrong"})).json()["error"]
 
     assert none["message"] == (
-        "x-api-key must be a key of this platform, got none: export FIREWORKS_API_KEY"
+        "x-api-key must be a key of this platform, got none: export HEARTH_API_KEY"
     )
     assert "got a wrong one" in wrong["message"]
     assert none["status"] == wrong["status"] == "UNAUTHENTICATED"

@@ -50,10 +50,7 @@ def test_key_and_url_come_from_the_environment(peer, monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        ({"base_url": "http://x.test"}, "FIREWORKS_API_KEY"),
-        ({"api_key": "k"}, "FIREWORKS_BASE_URL"),
-    ],
+    [({"base_url": "http://x.test"}, "HEARTH_API_KEY"), ({"api_key": "k"}, "HEARTH_URL")],
 )
 def test_a_missing_key_or_url_names_its_variable(monkeypatch, given, message):
     monkeypatch.delenv("FIREWORKS_API_KEY", raising=False)

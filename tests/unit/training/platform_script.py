@@ -13,6 +13,7 @@ import tinker
 import torch
 
 from hearth.sdk import SampledCompletion
+from hearth.wire.fireworks import Model
 from training.platform.run_infra import RunInfra
 from training.run.publisher import Publisher
 from training.update.policy_losses import LossFunction
@@ -49,6 +50,7 @@ class ScriptedTrainer:
     """What was only to be scored, and how many steps the weights had then."""
     calls: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     running_at_training: list[int] = field(default_factory=list[int])
+    snapshot_name: str = ""
     saved: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     async def forward_backward_custom(
@@ -97,8 +99,20 @@ class ScriptedTrainer:
         self.saved.append({"name": name, **metadata})
         return self
 
-    async def result_async(self, _timeout_s: float) -> None:
-        """A checkpoint is written at once."""
+    def save_weights_for_sampler(self, name: str, _kind: str) -> "ScriptedTrainer":
+        self.snapshot_name = name
+        return self
+
+    async def result_async(self, _timeout_s: float) -> "ScriptedTrainer":
+        """A checkpoint is written at once, and a snapshot too."""
+        return self
+
+    def promote_checkpoint(
+        self, _job: str, _snapshot: str, name: str, _base: str, *, merge_adapter: bool, card: str
+    ) -> Model:
+        assert not merge_adapter
+        assert "# " in card
+        return Model(name=name, kind="HF_BASE_MODEL", source=f"models/{name}")
 
     def list_checkpoints(self) -> list[str]:
         return [checkpoint["name"] for checkpoint in self.saved]
@@ -171,6 +185,7 @@ def infra_of(trainer: ScriptedTrainer, folder: Path, **changes: Any) -> RunInfra
         **dict.fromkeys(field.name for field in fields(RunInfra)),
         "policy": trainer,
         "policy_client": trainer,
+        "trainers": trainer,
         "policy_job_id": "policy",
         "inference_model": "model",
         "deployment_id": "serving",

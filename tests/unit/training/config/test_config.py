@@ -1,11 +1,12 @@
 import dataclasses
 import math
+import re
 
 import orjson
 import pytest
 
 from hearth.errors import ConfigError
-from training.config.parts import plain_config
+from training.config.parts import own_config, plain_config
 from training.recipes.rl_loop import Config
 from training.utils import (
     CISPOConfig,
@@ -36,7 +37,7 @@ DOCUMENTED_DEFAULTS = {
     "max_completion_tokens": 1024,
     "temperature": 1.0,
     "epochs": 1,
-    "max_rows": 100,
+    "max_rows": None,
     "max_seq_len": 4096,
     "lora_rank": 0,
     "prompt_groups_per_step": 1,
@@ -257,3 +258,26 @@ def test_a_config_becomes_json():
     assert content["weight_sync_interval"] == 1
     assert content["weight_sync_timeout"] == 600.0
     assert content["hotload"]["hot_load_timeout"] == 600.0
+
+
+def test_older_spellings_are_in_config_json_only_where_they_are_used():
+    unused = own_config(Config())
+    used = own_config(Config(hotload=HotloadConfig(hot_load_interval=2)))
+
+    assert {"infra", "weight_sync", "hotload", "rollout_workers"}.isdisjoint(unused)
+    assert used["hotload"]["hot_load_interval"] == 2
+    assert "infra" not in used
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_alpha": 0.0}, "lora_alpha must be > 0, got 0.0"),
+        ({"lora_targets": []}, "lora_targets must be one or more of"),
+        ({"lora_targets": ["q_proj"]}, "lora_targets must be one or more of"),
+        ({"max_rows": 0}, "max_rows must be >= 1 or None, got 0"),
+    ],
+)
+def test_adapters_and_rows_have_rules(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Config(deployment=DeployConfig(tokenizer_model="x"), **changes).validate()

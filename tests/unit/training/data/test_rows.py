@@ -6,6 +6,7 @@ import pytest
 
 from hearth.errors import ConfigError
 from training.data.rows import epoch_rows, load_rows, prompt_messages
+from training.recipes import rl_loop
 
 GOOD = '{"messages": [{"role": "user", "content": "hi"}], "ground_truth": "1"}\n'
 
@@ -38,6 +39,17 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path):
 def test_a_row_that_cannot_be_sampled_is_refused(tmp_path, line, message):
     with pytest.raises(ConfigError, match=message):
         load_rows(write(tmp_path, line))
+
+
+def test_a_dataset_is_whole_unless_rows_are_counted_and_what_is_left_out_is_said(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n' * 150)
+
+    assert len(load_rows(str(path), rl_loop.Config().max_rows, needs_messages=False)) == 150
+    assert len(load_rows(str(path), 150, needs_messages=False)) == 150
+    assert caplog.messages == []
+    assert len(load_rows(str(path), 100, needs_messages=False)) == 100
+    assert caplog.messages == [f"max_rows=100 leaves out 50 of the 150 rows of {path}"]
 
 
 def test_max_rows_cuts_the_dataset_and_blank_lines_do_not_count(tmp_path):

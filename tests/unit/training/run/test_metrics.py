@@ -1,9 +1,12 @@
 import io
+import logging
+import re
+import sys
 
 import orjson
 from rich.console import Console
 
-from hearth.telemetry import BusyClock
+from hearth.telemetry import BusyClock, log_handler
 from training.run.metrics import Display, MetricsLog
 from training.run.step_metrics import batch_metrics
 
@@ -40,6 +43,31 @@ def test_a_terminal_gets_a_live_bar_that_leaves_only_notes_behind():
 
     assert "5/8" in out.getvalue()
     assert "held-out accuracy 0.5" in out.getvalue()
+
+
+def test_the_bar_moves_with_dropped_rows_and_a_step_stays_in_one_line_of_80_columns():
+    out = io.StringIO()
+    full = STEP | {"rollout/valid_prompt_groups": 16.0, "train/mean_kl": 0.01}
+
+    display = Display(1024, Console(file=out, force_terminal=True, width=80))
+    display.rows(7)
+    display.step(1000, 7, full | {"rollout/response_len/mean": 12345.6, "eval/reward": 0.5})
+    display.close()
+
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", out.getvalue()).splitlines()
+    assert any("7/1024" in line for line in lines)
+    assert max(len(line) for line in lines) <= 80
+    assert [line for line in lines if line.strip()][-1].count("step 1000  reward 0.250") == 1
+
+
+def test_log_lines_go_to_what_stderr_is_when_they_are_written(monkeypatch):
+    handler = log_handler()
+    later = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", later)
+
+    handler.handle(logging.LogRecord("hearth.x", logging.INFO, "", 0, "over the bar", (), None))
+
+    assert later.getvalue().endswith("INFO hearth.x over the bar\n")
 
 
 def test_busy_time_is_split_into_both_and_each_alone():

@@ -76,6 +76,16 @@ def test_below_its_limit_nothing_is_said(changes):
     assert find_problems(WELL | changes, [WELL] * 5) == []
 
 
+@pytest.mark.parametrize(
+    ("why", "kinds"),
+    [({"rollout/truncated_ratio": 0.9}, ["truncated"]), ({"rollout/raw_reward": 0.8}, [])],
+)
+def test_rows_that_teach_nothing_are_not_said_where_that_is_no_wonder(why, kinds):
+    found = find_problems(WELL | {"signal/useful_row_ratio": 0.1} | why, [WELL] * 5)
+
+    assert [finding.kind for finding in found] == kinds
+
+
 def test_a_step_is_not_compared_with_fewer_than_five_others():
     step = WELL | {"train/grad_norm": 1e3, "rollout/entropy": 1e-3}
 
@@ -139,14 +149,14 @@ class Said(list[str]):
         self.append(line)
 
 
-def test_one_kind_of_finding_is_said_every_twenty_steps():
+def test_one_kind_of_finding_is_said_again_after_20_steps_then_after_40():
     said = Said()
     watch = SignalWatch(note=said)
 
-    for step in range(1, 42):
+    for step in range(1, 62):
         watch.see_step(step, WELL | {"rollout/truncated_ratio": 0.9})
 
-    assert [line.split()[1] for line in said] == ["1", "21", "41"]
+    assert [line.split()[1] for line in said] == ["1", "21", "61"]
 
 
 def test_at_most_two_findings_are_said_per_step_and_the_others_at_the_next():
@@ -175,7 +185,7 @@ def test_a_run_is_compared_with_its_own_first_steps():
         watch.see_step(step, WELL | {"rollout/entropy": 1.0 / step})
 
     assert said[0].split()[1] == "31"  # the median of 1, 1/2, 1/3, 1/4, 1/5 is 1/3
-    assert len(said) == 4
+    assert len(said) == 3  # again after 20 steps, then after 40
 
 
 # Patience

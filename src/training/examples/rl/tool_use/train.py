@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hearth.errors import ConfigError
-from training.examples.rl.tool_use.problems import problem_rows
+from training.examples.rl.tool_use.problems import ROWS, problem_rows
 from training.examples.rl.trend import reward_trend, trend
 from training.recipes.async_rl_loop import Config, main
 from training.run.command import run_command
@@ -62,7 +62,7 @@ def train(config: ToolUseConfig) -> None:
     from training.examples.rl.tool_use.agent import Outcome
     from training.examples.rl.tool_use.rollout import make_rollout_fn
 
-    rows = problem_rows(config.max_rows)
+    rows = problem_rows(config.max_rows or ROWS)
     outcomes: list[Outcome] = []
     done = main(
         with_policy(config),
