@@ -118,6 +118,8 @@ def platform(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FIREWORKS_BASE_URL", served.url)
         patch.setenv("FIREWORKS_API_KEY", KEY)
+        patch.setenv("HEARTH_URL", served.url)
+        patch.setenv("HEARTH_API_KEY", KEY)
         patch.setenv("FIREWORKS_ACCOUNT_ID", "me")
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
             patch.delenv(name, raising=False)

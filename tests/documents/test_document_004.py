@@ -73,6 +73,7 @@ def test_the_rollout_function_samples_from_a_deployment_and_the_recipe_trains_on
     code = substituted(document("004").after(TRAIN).text)
     if place == "embedded":
         monkeypatch.delenv("FIREWORKS_BASE_URL")
+        monkeypatch.delenv("HEARTH_URL")
         code = code.replace(DOCUMENTED_MODEL, json.dumps(str(MODEL))).replace(ITS_SHAPE, "None")
     names = reader()
     program = substituted(document("004").after(ROLLOUT).text) + SCORE

@@ -224,7 +224,7 @@ def test_the_example_trains_on_the_served_platform(platform, capsys):
 
 
 def test_the_example_runs_with_nothing_set_up(monkeypatch, tmp_path):
-    for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+    for name in ("HEARTH_URL", "HEARTH_API_KEY", "FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 

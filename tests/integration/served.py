@@ -230,7 +230,7 @@ class Recipes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        for name in ("FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
+        for name in ("HEARTH_URL", "HEARTH_API_KEY", "FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
             environment.pop(name, None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.recipes"],

@@ -222,6 +222,7 @@ def test_a_run_without_a_name_for_its_model_leaves_a_whole_one_and_says_where(
     lines = capsys.readouterr().out.splitlines()
     assert f"  model              {model}" in lines
     assert f"  held-out reward    {first:.3f} -> {last:.3f}" in lines
+    assert (f"  talk to it         hearth chat {run.folder}" in lines) == (lora_rank == 0)
     assert lines[-1] == f"  look at it         hearth view {run.folder}"
     card = (model / "README.md").read_text()
     assert f"held-out reward | {first:.3f} -> {last:.3f} |" in card

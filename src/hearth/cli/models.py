@@ -101,7 +101,7 @@ def find_model(name: str) -> str:
     if not models:
         raise ConfigError(
             f"model must be a model's folder or a run that has one, got {name!r} without "
-            "models/NAME: runs write theirs at their end, with output_model_id"
+            "models/NAME: runs write theirs at their end"
         )
     return str(max(models, key=lambda model: model.stat().st_mtime).resolve())
 

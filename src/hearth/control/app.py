@@ -126,7 +126,7 @@ async def _introduce(_: Request) -> Response:
             "models": "/v1/models",
             "chat": "/v1/chat/completions, like OpenAI's",
             "commands": "hearth ps, hearth deploy MODEL, hearth chat ID; hearth --help",
-            "train": "set FIREWORKS_BASE_URL to this address and FIREWORKS_API_KEY, then start a "
+            "train": "set HEARTH_URL to this address and HEARTH_API_KEY, then start a "
             "recipe: python -m training.recipes.rl_loop --help",
         }
     )

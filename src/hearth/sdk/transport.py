@@ -187,7 +187,7 @@ class Http:
             self._mentioned_absence = True
             logger.warning(
                 "%s cannot be reached: waiting up to %.0f s for it. Start it with `hearth serve`, "
-                "or set FIREWORKS_BASE_URL to where it is; unset, recipes bring their own platform",
+                "or set HEARTH_URL to where it is; unset, recipes bring their own platform",
                 self.base_url,
                 longest_s,
             )

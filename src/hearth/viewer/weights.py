@@ -5,7 +5,7 @@ The base model has those before the first weight sync. Later ones are kept as
     buckets/BUCKET/SNAPSHOT       every snapshot, with placement="process"; a snapshot that is a
                                   delta stands on others there
     checkpoints/JOB/NAME          those that run.json names
-    models/NAME                   the last ones, with output_model_id
+    models/NAME                   the last ones; NAME is output_model_id or final
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _list_places(
         folder = log_path / "checkpoints" / str(checkpoint.get("job")) / checkpoint["name"]
         if checkpoint["step"] == step and (folder / "manifest.json").exists():
             yield WeightsPlace("checkpoint", folder, step, version)
-    folder = log_path / "models" / (config.get("output_model_id") or "")
+    folder = log_path / "models" / (config.get("output_model_id") or "final")
     if step == _last_synced_step(log_path, folder / "config.json"):
         yield WeightsPlace("model", folder, step, version)
 

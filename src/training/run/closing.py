@@ -92,6 +92,8 @@ def closing_lines(run: Run) -> list[str]:
     facts = [(change.name, str(change)) for change in _read_changes(run)]
     if run.model_path is not None:
         facts.append(("model", str(run.model_path)))
+        if (run.model_path / "config.json").is_file():
+            facts.append(("talk to it", shlex.join(["hearth", "chat", str(run.log_path)])))
     facts.append(("look at it", shlex.join(["hearth", "view", str(run.log_path)])))
     seconds = run.now() - run.started
     title = f"done: {run.step} steps, {run.cursor.count} rows, {seconds:.0f} s"
