@@ -367,9 +367,10 @@ def test_a_users_mistake_has_no_frames_of_the_recipe(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_tokenizer_folder_is_named_before_anything_is_lost(trial):
+def test_a_missing_tokenizer_folder_is_named_before_anything_is_lost(trial, tmp_path):
     with pytest.raises(ConfigError, match=r"deployment\.tokenizer_model must be"):
-        trial(deployment=DeployConfig(tokenizer_model="./no-such-folder"))
+        trial(deployment=DeployConfig(tokenizer_model="./no-such-folder"), folder="refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_a_missing_model_folder_is_named(trial):

@@ -19,7 +19,7 @@ import tyro
 
 import hearth
 import training
-from hearth.errors import EngineError, HearthError
+from hearth.errors import HearthError
 from hearth.exit_codes import ExitCode, exit_code
 from hearth.telemetry import setup_logging
 from training.rewards.scoring import is_of_reward
@@ -99,9 +99,9 @@ def recipe(main: Callable[P, R]) -> Callable[P, R]:
     """A recipe's ``main`` that may be called anywhere, and whose errors are short.
 
     Inside a running event loop, as in a notebook, it runs in a thread of its own, and the caller
-    waits; Ctrl-C and a notebook's stop button end it. An error of a user's making has no frames of
-    ours in its traceback, nor the errors of libraries that it comes from; all of them are logged
-    for DEBUG.
+    waits; Ctrl-C and a notebook's stop button end it. An error that says what to do has no frames
+    of ours in its traceback, nor the errors of libraries that it comes from; all of them are logged
+    for DEBUG. An error of a reward function has the function's own frames.
     """
 
     @functools.wraps(main)
@@ -236,7 +236,7 @@ def _shorten(error: Exception) -> Exception:
         error.__cause__ = None
     if is_of_reward(error):
         return error.with_traceback(_skip_ours(error.__traceback__))
-    if isinstance(error, HearthError) and type(error) is not EngineError:
+    if isinstance(error, HearthError):
         return error.with_traceback(None)
     return error
 

@@ -3,6 +3,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from tinker import AdamParams
@@ -267,6 +268,8 @@ def test_the_same_run_gets_the_same_ids_and_another_run_others(tmp_path):
     others = [suffix("b"), suffix(lora_rank=4), suffix(max_seq_len=64), suffix(learning_rate=1.0)]
     assert suffix() == suffix(epochs=3)
     assert len({suffix(), *others}) == 5
+    at_home = make_config(log_path="~/a"), make_config(log_path=str(Path.home() / "a"))
+    assert len({InfraSpec.from_config(config).job_suffix for config in at_home}) == 1
 
 
 def test_a_trainers_own_settings_are_asked_for_where_they_are_given():
