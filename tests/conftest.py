@@ -3,7 +3,12 @@
 import logging
 import socket
 
+import hypothesis
 import pytest
+
+# A busy machine takes longer for an example than the 200 ms that are usual.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.hookimpl(trylast=True)
