@@ -323,6 +323,30 @@ class TrainerJobManager(ResourceManager):
             ConfigError: ``output_model_id`` breaks its rule; no request was sent.
             EngineError: the platform could not, or not within ``timeout`` seconds.
         """
+        return self.promote_checkpoint_async(
+            job_id,
+            checkpoint_id,
+            output_model_id,
+            base_model,
+            hot_load_deployment_id,
+            timeout,
+            merge_adapter=merge_adapter,
+            card=card,
+        ).result()
+
+    def promote_checkpoint_async(
+        self,
+        job_id: str,
+        checkpoint_id: str,
+        output_model_id: str,
+        base_model: str,
+        hot_load_deployment_id: str | None = None,
+        timeout: float = PROMOTION_TIMEOUT_S,
+        *,
+        merge_adapter: bool = False,
+        card: str | None = None,
+    ) -> APIFuture[Model]:
+        """``promote_checkpoint`` as a future."""
         check_output_model(output_model_id)
         request = Promote(
             output_model=self._full_name(output_model_id, "models"),
@@ -333,7 +357,7 @@ class TrainerJobManager(ResourceManager):
             merge_adapter=merge_adapter,
             card=card,
         )
-        return start(promote(self._control, checkpoint_id, request, timeout)).result()
+        return start(promote(self._control, checkpoint_id, request, timeout))
 
     def resolve_training_profile(self, shape_id: str) -> TrainingShapeProfile:
         """What a training shape fixes: its newest validated version, or the one that is named.

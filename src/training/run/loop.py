@@ -206,8 +206,7 @@ class Loop(Generic[ConfigT]):
             name = FINAL_MODEL if infra.is_embedded else infra.policy_job_id
         saving = infra.policy_client.save_weights_for_sampler(f"final-{run.step:05d}", "base")
         saved = await saving.result_async(config.sync.dcp_timeout_s)
-        model = await asyncio.to_thread(
-            infra.trainers.promote_checkpoint,
+        model = await infra.trainers.promote_checkpoint_async(
             infra.policy_job_id,
             saved.snapshot_name,
             name,

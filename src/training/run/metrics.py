@@ -129,11 +129,13 @@ class Display:
                 BarColumn(bar_width=6),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(compact=True),
-                # What does not fit into the line is cut: a second line would not be taken away.
+                # What does not fit into the rest of the line is cut: a second line would stay.
                 TextColumn(
-                    "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")
+                    "{task.description}",
+                    table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
                 ),
                 console=self.console,
+                expand=True,
                 transient=True,
             )
             self._task = self._bar.add_task("", total=total_rows)

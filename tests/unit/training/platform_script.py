@@ -107,7 +107,7 @@ class ScriptedTrainer:
         """A checkpoint is written at once, and a snapshot too."""
         return self
 
-    def promote_checkpoint(
+    async def promote_checkpoint_async(
         self, _job: str, _snapshot: str, name: str, _base: str, *, merge_adapter: bool, card: str
     ) -> Model:
         assert not merge_adapter

@@ -341,8 +341,3 @@ def test_t138_a_config_that_is_wrong_is_told_nothing_else(tmp_path, warnings):
         )
 
     assert warnings.messages == []
-
-
-async def test_inside_an_event_loop_the_recipe_says_that_it_cannot_run(tmp_path):
-    with pytest.raises(ConfigError, match="event loop"):
-        main(config_of(log_path=str(tmp_path / "run")), rollout_fn_factory=never, rows=[{}])

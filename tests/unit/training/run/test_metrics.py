@@ -54,7 +54,7 @@ def test_the_bar_moves_with_dropped_rows_and_a_step_stays_in_one_line_of_80_colu
     display.step(1000, 7, full | {"rollout/response_len/mean": 12345.6, "eval/reward": 0.5})
     display.close()
 
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", out.getvalue()).splitlines()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).splitlines()
     assert any("7/1024" in line for line in lines)
     assert max(len(line) for line in lines) <= 80
     assert [line for line in lines if line.strip()][-1].count("step 1000  reward 0.250") == 1
