@@ -58,5 +58,6 @@ def test_rows_that_are_solved_end_nothing_and_what_is_wrong_is_said(async_trial,
     assert [record["signal/effective_samples"] for record in run.records()] == [0.0] * 4
     assert [record["signal/useful_row_ratio"] for record in run.records()] == [0.0] * 4
     shown = capsys.readouterr().out
-    assert shown.count("100% of the rows taught nothing") == 1
+    # Solved rows are no fault of the run's: only the stretch without a lesson is said.
+    assert "100% of the rows taught nothing" not in shown
     assert "the last 4 rows taught nothing, and most of their answers are right" in shown

@@ -228,11 +228,13 @@ def make_config(**changes):
 
 def test_a_served_platform_needs_a_key(monkeypatch):
     config = make_config()
-    monkeypatch.setenv("FIREWORKS_BASE_URL", "http://somewhere.test")
+    monkeypatch.setenv("HEARTH_URL", "http://somewhere.test")
+    monkeypatch.delenv("HEARTH_API_KEY", raising=False)
     monkeypatch.delenv("FIREWORKS_API_KEY", raising=False)
 
-    with pytest.raises(ConfigError, match="FIREWORKS_API_KEY must be set"):
+    with pytest.raises(ConfigError, match="HEARTH_API_KEY must be set"):
         check_platform(config)
+    # The name that official clients read is read as well.
     monkeypatch.setenv("FIREWORKS_API_KEY", "x")
     check_platform(config)
 

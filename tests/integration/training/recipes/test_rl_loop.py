@@ -63,14 +63,27 @@ class Seen:
         return [orjson.loads(line) for line in lines]
 
     def phases(self) -> list[str]:
-        """What the run did, one name for requests of one kind that follow one another."""
+        """What the run did before it exported its model: one name for requests of one kind that
+        follow one another.
+        """
         found = [
             name
             for request in self.stage.wire.seen
             for name, pattern in PHASES.items()
             if re.match(pattern, request.line)
         ]
-        return [name for name, _ in itertools.groupby(found)]
+        *phases, exported = [name for name, _ in itertools.groupby(found)]
+        assert exported == "save", "a run saves its model last, to export it"
+        return phases
+
+    def published(self) -> list[str]:
+        """The paths of the snapshots that were saved for the deployment, in order.
+
+        The last one saved is the model that the run exports at its end: no deployment loads it.
+        """
+        *paths, exported = [body["path"] for body in self.bodies(SAVE)]
+        assert exported.startswith("final-")
+        return paths
 
     def bodies(self, pattern: str) -> list[Any]:
         """What was asked."""
@@ -196,8 +209,8 @@ def test_a_step_is_sampled_scored_trained_and_published_before_the_next_one(run)
 
     assert seen.phases() == ["sample", "score", "train", "step", "save", "load"] * 2
     assert seen.drawing_at("POST .*/(forward|forward_backward|optim_step)$") == [0] * 8
-    assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
-    saved = [body["path"] for body in seen.bodies(SAVE)]
+    assert (seen.drawing_at(SAVE), seen.drawing_at(LOAD)) == ([0] * 3, [0] * 2)
+    saved = seen.published()
     assert [name.rsplit("-", 1)[0] for name in saved] == ["step-00001", "step-00002"]
     assert [body["identity"] for body in seen.bodies(LOAD)] == saved
 
@@ -358,7 +371,7 @@ def test_a_window_samples_together_trains_what_arrives_and_drains_before_its_wei
     assert late == [False, False, True, False]
     trained, published = ["score", "train", "step"], ["save", "load"]
     assert seen.phases() == ["sample", *trained * 3, *published, "sample", *trained, *published]
-    assert seen.drawing_at(SAVE) == seen.drawing_at(LOAD) == [0, 0]
+    assert (seen.drawing_at(SAVE), seen.drawing_at(LOAD)) == ([0] * 3, [0] * 2)
     assert [record["version/sample_staleness_max"] for record in seen.records()] == [0, 1, 2, 0]
 
 
@@ -393,7 +406,7 @@ def test_weights_are_published_every_n_steps_and_at_the_end_or_never(run, interv
     seen = run(5, weight_sync_interval=interval, prompt_groups_per_step=1)
 
     assert len(seen.bodies(STEP)) == 5
-    assert [body["path"].rsplit("-", 1)[0] for body in seen.bodies(SAVE)] == names
+    assert [path.rsplit("-", 1)[0] for path in seen.published()] == names
     assert len(seen.bodies(LOAD)) == len(names)
 
 
@@ -446,7 +459,8 @@ def test_a_step_asks_a_reference_for_logprobs_and_never_to_train(run, stage):
         (False, "forward"): 2,
         (False, "forward_backward"): 2,
         (False, "optim_step"): 2,
-        (False, "save_weights_for_sampler"): 2,
+        # Two are published, the last is exported.
+        (False, "save_weights_for_sampler"): 3,
     }
 
 
