@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
@@ -13,27 +12,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hearth.cli.verbs import VERBS
-
-FLAGS: Mapping[str, str] = {
-    "quickstart": "QuickstartOptions",
-    "train": "Config",
-    "view": "ViewFlags",
-    "show": "ShowFlags",
-    "compare": "CompareFlags",
-    "rescore": "RescoreOptions",
-    "serve": "ServeFlags",
-    "deploy": "DeployFlags",
-    "chat": "ChatFlags",
-    "ps": "PsFlags",
-    "logs": "LogsFlags",
-    "stop": "IdFlags",
-    "start": "IdFlags",
-    "plan": "PlanFlags",
-    "doctor": "DoctorFlags",
-    "completion": "CompletionFlags",
-    "conformance": "ConformanceFlags",
-}
-"""The record of each verb's flags, in the module of its function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +26,8 @@ def completion(arguments: list[str]) -> int:
     """Print what completes verbs and flags: source <(hearth completion bash)."""
     flags = tyro.cli(CompletionFlags, args=arguments, prog="hearth completion")
     verbs: list[Any] = []
-    for name, record in FLAGS.items():
-        kind = getattr(import_module(VERBS[name].target.partition(":")[0]), record)
+    for name, verb in VERBS.items():
+        kind = getattr(import_module(verb.target.partition(":")[0]), verb.flags)
         verbs.append(Annotated[kind, tyro.conf.subcommand(name, prefix_name=False)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # defaults that are no literals concern no completion

@@ -29,7 +29,7 @@ def test_the_command_lists_its_verbs_and_what_they_do_in_80_columns(arguments, c
 
 @pytest.mark.parametrize("name", VERBS)
 def test_the_help_of_a_verb_is_the_first_line_of_its_function(name):
-    target, summary = VERBS[name]
+    target, _, summary = VERBS[name]
     module, function = target.split(":")
 
     doc = getattr(importlib.import_module(module), function).__doc__
