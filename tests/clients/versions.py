@@ -40,10 +40,15 @@ REFUSES = {
 }
 """What a platform refuses of Tinker's client, with the reason of a route."""
 TINKER = ("0.38.0", "0.36.0", "0.35.0", "0.34.0", "0.33.1")
+LITELLM = "1.110.2"
 FIREWORKS = ("1.2.30", "1.2.29", "1.2.28", "1.2.9")
 _FIREWORKS_NEEDS = (
     *("aiohttp", "httpx-aiohttp", "aiohappyeyeballs", "aiosignal", "attrs", "distro"),
     *("frozenlist", "multidict", "propcache", "sniffio", "yarl"),
+)
+_LITELLM_NEEDS = (
+    *("aiohttp", "aiohappyeyeballs", "aiosignal", "attrs", "fastuuid", "frozenlist", "multidict"),
+    *("propcache", "pydantic-settings", "regex", "tiktoken", "yarl"),
 )
 _OLD_FIREWORKS_NEEDS = ("pyqwest==0.6.2", "tinker==0.23.0")
 _NAME = "accounts/fireworks/models/tiny"
@@ -58,8 +63,9 @@ class Client:
     name: str
     packages: tuple[str, ...]
     """What is installed for it; the first names it."""
-    rank: str | None = None
-    """Of the Fireworks client's runs; None for Tinker's client."""
+    program: tuple[str, ...] = ()
+    """What calls it and prints a line for each method; none for Tinker's client, which the
+    conformance suite calls."""
 
 
 def list_clients() -> Iterator[Client]:
@@ -70,7 +76,10 @@ def list_clients() -> Iterator[Client]:
         old = _OLD_FIREWORKS_NEEDS if version == FIREWORKS[-1] else ("pyqwest==0.10.0",)
         packages = (f"fireworks-ai=={version}", *_FIREWORKS_NEEDS, *old)
         for rank in ("0", "8"):
-            yield Client(f"fireworks-ai {version}, rank {rank}", packages, rank)
+            program = ("tests.clients.fireworks_surface", _NAME, str(MODEL), rank)
+            yield Client(f"fireworks-ai {version}, rank {rank}", packages, program)
+    program = ("tests.clients.litellm_overflow", _NAME)
+    yield Client(f"litellm {LITELLM}", (f"litellm=={LITELLM}", *_LITELLM_NEEDS), program)
 
 
 def install(packages: Sequence[str], into: Path) -> Path:
@@ -92,11 +101,11 @@ def call_all(client: Client, folder: Path, url: str) -> list[dict[str, Any]]:
         "FIREWORKS_API_KEY": "fw_any",
     }
     with tempfile.NamedTemporaryFile() as report:
-        if client.rank is None:
+        if not client.program:
             command = ["-c", _HEARTH, "conformance", url, "--base-model", str(MODEL)]
             command += ["--only", "surface", "--json", report.name]
         else:
-            command = ["-m", "tests.clients.fireworks_surface", _NAME, str(MODEL), client.rank]
+            command = ["-m", *client.program]
         done = subprocess.run(
             [sys.executable, *command],
             env=environment,
@@ -105,7 +114,7 @@ def call_all(client: Client, folder: Path, url: str) -> list[dict[str, Any]]:
             timeout=300,
             check=False,
         )
-        if client.rank is not None:
+        if client.program:
             lines = [json.loads(line) for line in done.stdout.splitlines()]
         else:
             content = report.read()
