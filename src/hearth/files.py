@@ -16,6 +16,8 @@ from hearth.errors import HearthError, StorageError
 
 CHECKSUM = "checksum"
 """The key of a sealed object's checksum."""
+SERVING_FILE = "serving.json"
+"""In a deployment's folder: the snapshot that it serves."""
 
 _REMEDIES = {
     errno.ENOSPC: "free space on its disk",
@@ -47,6 +49,21 @@ def write_file(file: Path, content: bytes, *, durable: bool = True) -> None:
             raise
         if durable:
             fsync(file.parent)
+
+
+def write_with_folder(file: Path, content: bytes) -> None:
+    """As ``write_file``, in a folder that is made if it is missing."""
+    with explain_refusals(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_file(file, content)
+
+
+def read_file(file: Path) -> bytes | None:
+    """A file's content; None where there is none."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from hearth.control.resources import (
 )
 from hearth.control.store import Records, StoredRecord
 from hearth.errors import ClosedError, HearthError, NotReadyError, RequestError
+from hearth.files import SERVING_FILE
 from hearth.launch.spec import DeploymentSpec, Engine, Worker
 from hearth.wire.fireworks import Deployment, DeploymentPatch
 
@@ -330,7 +331,7 @@ class Deployments(Resources[Deployment]):
         )
 
     def _delete_served_state(self, deployment_id: str) -> None:
-        state = self._context.data_dir / "deployments" / deployment_id / "serving.json"
+        state = self._context.data_dir / "deployments" / deployment_id / SERVING_FILE
         state.unlink(missing_ok=True)
 
     def _read_tokenizer(self, values: ExtraValues) -> str | None:

@@ -1,7 +1,8 @@
 """Weight syncs of one deployment: their buckets, their state, and the file that survives a restart.
 
 ``serving.json`` names the served snapshot, so that a deployment serves the same weights under the
-same version number after a restart.
+same version number after a restart. Buckets that are reached from several machines keep that file
+themselves, since a deployment may start again on another one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from hearth.errors import (
     EngineError,
     NotReadyError,
     RequestError,
-    StorageError,
 )
-from hearth.files import explain_refusals, is_intact, seal, write_file
+from hearth.files import SERVING_FILE, is_intact, read_file, seal, write_with_folder
 from hearth.inference.backend import AdapterSource, InferenceBackend
 from hearth.inference.sync_tracker import ServingState, resolve_future
 from hearth.wire.base import Record, parse_json
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from hearth.sync.store import Buckets, Snapshot, SnapshotStore
 
 logger = logging.getLogger(__name__)
-
-SERVING_FILE = "serving.json"
 
 
 class Served(Record):
@@ -95,6 +93,24 @@ class Sources:
             check_previous(snapshot, previous)
         return snapshot
 
+    def read_served(self, file: Path) -> bytes | None:
+        """What was written about the served snapshot; None where nothing was.
+
+        Raises:
+            OSError: the file cannot be read.
+            EngineError: whoever keeps it does not answer.
+        """
+        return getattr(self.snapshots, "read_served", read_file)(file)
+
+    def write_served(self, file: Path, content: bytes) -> None:
+        """Write down what is served.
+
+        Raises:
+            StorageError: the disk refused.
+            EngineError: whoever keeps it does not answer.
+        """
+        getattr(self.snapshots, "write_served", write_with_folder)(file, content)
+
 
 @dataclass(frozen=True, eq=False)
 class _Underway:
@@ -109,6 +125,7 @@ class HotLoads:
 
     Raises:
         ConfigError: the file in ``state_dir`` cannot be read.
+        EngineError: whoever keeps that file does not answer.
     """
 
     def __init__(self, backend: InferenceBackend, sources: Sources, state_dir: Path | None) -> None:
@@ -224,10 +241,13 @@ class HotLoads:
         return HotLoadState(replicas=[replica])
 
     def _restore(self) -> Future[ServingState] | None:
-        if self._file is None or not self._file.exists():
+        if self._file is None:
             return None
         try:
-            content = parse_json(self._file.read_bytes())
+            written = self._sources.read_served(self._file)
+            if written is None:
+                return None
+            content = parse_json(written)
             served = Served.from_dict(content)
             if not is_intact(content):
                 raise RequestError("a content that its checksum does not fit")
@@ -298,10 +318,8 @@ class HotLoads:
             if self._file is None:
                 return
             try:
-                with explain_refusals(self._file):
-                    self._file.parent.mkdir(parents=True, exist_ok=True)
-                write_file(self._file, orjson.dumps(seal(served.as_dict())))
-            except StorageError as error:
+                self._sources.write_served(self._file, orjson.dumps(seal(served.as_dict())))
+            except EngineError as error:
                 # A restart would serve the weights of the older file. The platform starts this
                 # deployment again with those, and whoever waits for this sync repeats it.
                 self._is_written = False

@@ -10,23 +10,38 @@ import pytest
 import ray
 import torch
 from tests.scale.cluster.clusters import Nodes
+from tests.unit.inference.conftest import AppClient
 
-from hearth.errors import EngineError, NotFoundError, RequestError
+from hearth.errors import EngineError, NotFoundError, RequestError, StorageError
+from hearth.inference.engine.engine import EngineOptions, InferenceEngine
+from hearth.inference.service import create_app
 from hearth.launch.ray.cluster import connect
 from hearth.launch.ray.snapshot_actor import SnapshotActor
 from hearth.launch.ray.store import RayBuckets, RaySnapshotStore
+from hearth.models.loading import base_tensors, load_model
 from hearth.sync.chain import Published, resolve
 from hearth.sync.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module")
-def snapshot_actor(nodes: Nodes) -> Iterator[Any]:
+def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the control plane's machine."""
+    return tmp_path_factory.mktemp("control")
+
+
+@pytest.fixture(scope="module")
+def start_actor(nodes: Nodes, control: Path) -> Iterator[Callable[[], Any]]:
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_ADDRESS", nodes.address)
     assert connect("test")
     patch.undo()
-    yield ray.remote(SnapshotActor).options(num_cpus=0).remote()
+    yield lambda: ray.remote(SnapshotActor).options(num_cpus=0).remote(control)
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def snapshot_actor(start_actor: Callable[[], Any]) -> Any:
+    return start_actor()
 
 
 @pytest.fixture
@@ -87,3 +102,54 @@ def test_a_delta_on_nothing_is_refused(store):
     lost = Snapshot("v2", "delta", "m", weights(1.0), parent="v1", whole=weights(1.0))
     with pytest.raises(EngineError, match=r"expected 'v1', found \['v0'\]"):
         trainer.put(lost)
+
+
+HOT_LOAD = "/hot_load/v1/models/hot_load"
+
+
+async def test_a_deployment_that_starts_on_another_machine_serves_what_it_served_or_nothing(
+    start_actor, model_folder, control, tmp_path, monkeypatch
+):
+    engines: list[InferenceEngine] = []
+
+    def deploy(machine: str, actor: Any) -> AppClient:
+        (tmp_path / machine).mkdir()
+        monkeypatch.chdir(tmp_path / machine)
+        engines.append(InferenceEngine(load_model(model_folder), options=EngineOptions()))
+        buckets = RayBuckets(actor, tmp_path / machine / "mirror", 2)
+        state_dir = Path("deployments/d")
+        return AppClient(
+            create_app(engines[-1], model_name="d", snapshots=buckets, state_dir=state_dir)
+        )
+
+    actor = start_actor()
+    loaded = load_model(model_folder)
+    trained = {name: weight * 2 for name, weight in base_tensors(loaded.module).items()}
+    trainer = RayBuckets(actor, tmp_path / "trainer", 2).bucket("default")
+    trainer.put(Snapshot("v1", "base", loaded.name, trained, {}))
+    before = deploy("a", actor)
+    await before.call("POST", HOT_LOAD, json={"identity": "v1"})
+    await before.call("GET", HOT_LOAD, params={"wait_for": "v1", "timeout_s": "20"})
+
+    after = deploy("b", actor)
+    state = after.app.state.restored.result(20)
+    lost = deploy("c", start_actor())
+    error = str(lost.app.state.failed.result(20))
+    answers = [await each.call("GET", "/healthz") for each in (after, lost)]
+    for engine in engines:
+        engine.close()
+
+    assert (state.current_identity, state.weight_version) == ("v1", 1)
+    assert [answer.status_code for answer in answers] == [200, 425]
+    assert "snapshot 'v1', which this deployment served before it restarted, must load" in error
+    assert [path.relative_to(control) for path in control.rglob("*.json")] == [
+        Path("deployments/d/serving.json")
+    ]
+    assert not list(tmp_path.glob("*/deployments"))
+
+
+def test_a_disk_that_refuses_what_is_served_is_named(snapshot_actor, control, tmp_path):
+    (control / "file").touch()
+
+    with pytest.raises(StorageError, match=f"{control / 'file/serving.json'} must be writable"):
+        RayBuckets(snapshot_actor, tmp_path, 2).write_served(Path("file/serving.json"), b"{}")

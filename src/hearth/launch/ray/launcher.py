@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from hearth.errors import ConfigError, EngineError
+from hearth.files import SERVING_FILE
 from hearth.launch.base import ENTRIES, BaseLauncher, BaseWorker, raise_failure
 from hearth.launch.child import describe_failure, load_entry
 from hearth.launch.ray.cluster import (
@@ -165,6 +166,10 @@ class RayLauncher(BaseLauncher[RayWorker]):
         check_is_node()
         self._is_ours = connect(self._namespace)
         self._probe = write_probe(self._root) if snapshot_store == "folder" else None
+        if snapshot_store == "ray" and die_with_parent:
+            # These name snapshots that ended with the platform before this one.
+            for file in self._root.glob(f"deployments/*/{SERVING_FILE}"):
+                file.unlink(missing_ok=True)
         self._snapshot_actor = self._find_snapshot_actor() if snapshot_store == "ray" else None
 
     def start(self, spec: WorkerSpec, watcher: Watcher) -> RayWorker:
@@ -454,7 +459,7 @@ class RayLauncher(BaseLauncher[RayWorker]):
                 lifetime=self._lifetime,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(own_node_id(), soft=True),
             )
-            .remote()
+            .remote(Path.cwd())
         )
 
 

@@ -1,7 +1,8 @@
 """Snapshots in Ray's object store, kept by an actor, so that they outlive the trainer.
 
 It lives on the control plane's node and copies what it is given into that node's store: any other
-node may die. It reads manifests and never a tensor.
+node may die. It reads manifests and never a tensor. It also keeps the files that say which snapshot
+a deployment serves, in the control plane's data folder: a deployment may start again anywhere.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import ray
 
+from hearth.files import read_file, write_with_folder
 from hearth.launch.spec import SnapshotRecord
 
 MANIFEST = "manifest.json"
@@ -34,9 +36,10 @@ class _StoredSnapshot:
 
 
 class SnapshotActor:
-    """The actor. A call at a time."""
+    """The actor. A call at a time. Files without a whole path are below ``root``."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._buckets: dict[str, dict[str, _StoredSnapshot]] = {}
 
     def put(self, bucket: str, identity: str, files: Files, keep: int | None) -> None:
@@ -64,6 +67,14 @@ class SnapshotActor:
     def facts(self, bucket: str) -> list[dict[str, Any]]:
         """What a bucket holds, oldest first."""
         return [asdict(snapshot.facts) for snapshot in self._buckets.get(bucket, {}).values()]
+
+    def read_served(self, file: Path) -> bytes | None:
+        """What was written about a deployment's snapshot; None where nothing was."""
+        return read_file(self._root / file)
+
+    def write_served(self, file: Path, content: bytes) -> None:
+        """Write down what a deployment serves; raises as ``write_file`` does."""
+        write_with_folder(self._root / file, content)
 
 
 def buckets_through(snapshot_actor: Any, mirror: Path, keep: int | None) -> Any:

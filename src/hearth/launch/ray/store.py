@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
-from hearth.errors import EngineError, NotFoundError
+from hearth.errors import EngineError, HearthError, NotFoundError
 from hearth.sync.folders import remove_folder, write_draft
 from hearth.sync.manifest import check_name
 from hearth.sync.snapshot import Snapshot
@@ -98,6 +98,19 @@ class RayBuckets(Buckets[RaySnapshotStore]):
         self._mirror = mirror
         self._keep = keep
 
+    def read_served(self, file: Path) -> bytes | None:
+        """What ``write_served`` has written, from whichever machine; None where nothing was."""
+        return _fetch_result(self._snapshot_actor.read_served.remote(file))
+
+    def write_served(self, file: Path, content: bytes) -> None:
+        """Write down which snapshot a deployment serves, on the control plane's machine.
+
+        Raises:
+            StorageError: the disk there refused.
+            EngineError: the snapshot actor does not answer.
+        """
+        _fetch_result(self._snapshot_actor.write_served.remote(file, content))
+
     def _make_store(self, bucket_id: str) -> RaySnapshotStore:
         return RaySnapshotStore(
             self._snapshot_actor, bucket_id, self._mirror / bucket_id, self._keep
@@ -108,6 +121,8 @@ def _fetch_result(reference: Any) -> Any:
     try:
         return ray.get(reference, timeout=_TIMEOUT_S)
     except RayError as error:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, HearthError):
+            raise error.cause from None
         raise EngineError(
             f"snapshots must be in Ray's object store, got {type(error).__name__}: {error}"
         ) from None
