@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,24 @@ def test_async_rl_loop_records_filtered_and_failed_rollouts(async_trial) -> None
     assert Counter(sample["index"] for sample in samples) == dict.fromkeys(range(8), 4)
     assert all(len(sample["seeds"]) == sample["turns"] for sample in samples)
     assert read_state(run.folder).recipe == "async_rl_loop"
+
+
+def test_a_row_that_came_too_late_is_on_record_as_stale_with_what_was_sampled(async_trial) -> None:
+    async def sleep_long(row: int, number: int) -> None:
+        if row == 2 and number != 3:
+            await asyncio.sleep(3600)
+
+    run = async_trial(
+        make=make_rollouts(sleep_long),
+        max_head_offpolicy_versions=1,
+        late_row_wait_s=1.0,
+        max_rows=9,
+    )
+
+    stale = [sample for sample in check_once(run.folder) if sample["outcome"] == "stale"]
+    assert [(sample["index"], sample["completion"]) for sample in stale] == [(2, 0)]
+    assert stale[0]["length"] > 0
+    assert "still being sampled when their last chance was over" in stale[0]["reason"]
 
 
 def test_igpo_loop_records_what_each_token_is_worth(tmp_path: Path) -> None:

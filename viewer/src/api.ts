@@ -183,13 +183,19 @@ export interface Sample extends Omit<SampleRow, "text_start" | "match" | "match_
 
 export interface Comparison {
   config: { field: string; values: unknown[] }[];
+  /** Where each further run parts from the first. */
   parts: {
+    run: string;
+    /** Of the metric or the sample, whichever is earlier; null where the runs are equal. */
     step: number | null;
     metric: string | null;
+    metric_step: number | null;
     sample: string | null;
+    /** The run that has no such sample. */
+    missing_in: string | null;
     token: number | null;
     reason: string;
-  } | null;
+  }[];
 }
 
 export interface Job {

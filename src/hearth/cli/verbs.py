@@ -40,7 +40,7 @@ VERBS: Mapping[str, VerbEntry] = {
     "compare": VerbEntry(
         "hearth.viewer.printed:compare",
         "CompareFlags",
-        "Print where two runs differ: settings, curves, held-out numbers, the first token.",
+        "Print where runs differ: settings, curves, held-out numbers, the first token.",
     ),
     "rescore": VerbEntry(
         "training.run.rescore_verb:rescore",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -70,7 +71,10 @@ class Viewer:
         """Load the samples of the run that was named, if it is one, before they are asked for."""
         runs = self.library.runs()
         if len(runs) == 1:
+            runs[0].refresh()
             self.database.samples(runs[0])
+        # The first scalar imports pandas where it is installed, which takes a third of a second.
+        pa.scalar(0)
 
     async def answer(self, ask: Answer, request: Request) -> Any:
         """What ``ask`` returns, on a thread; a few at a time, so that memory is bounded."""

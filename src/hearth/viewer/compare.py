@@ -8,23 +8,23 @@ from typing import Any
 
 from hearth.errors import RequestError
 from hearth.records.layout import SampleId
-from hearth.viewer.database import Database
+from hearth.viewer.database import Database, SampleTable
 from hearth.viewer.library import find_differences, flatten
 from hearth.viewer.run import RecordedRun
-from hearth.viewer.samples import Samples
 from hearth.viewer.tokens import TokenReader
 
 MOST_RUNS = 8
 _TIMES = "perf/"
 """Metrics below this are times, in which equal runs differ."""
 _IDS = "kind, step, index, completion, segment"
-_NOTHING = {"step": None, "metric": None, "sample": None, "token": None}
+_ORDER = "step, kind, index, completion, segment"
+_MISSING = ("missing in the first", "missing in the other")
 
 
 def compare_runs(
     runs: Sequence[RecordedRun], database: Database, reader: TokenReader
 ) -> dict[str, Any]:
-    """The settings that differ, and where the second run parts from the first.
+    """The settings that differ, and where each further run parts from the first.
 
     Raises:
         RequestError: there are fewer than two runs, or more than eight.
@@ -36,106 +36,117 @@ def compare_runs(
         {"field": field, "values": [config.get(field) for config in settings]}
         for field in find_differences(settings)
     ]
-    return {"config": config, "parts": find_parting(runs[0], runs[1], database, reader)}
-
-
-def find_parting(
-    first: RecordedRun, second: RecordedRun, database: Database, reader: TokenReader
-) -> dict[str, Any] | None:
-    """The first difference of two runs in what they sampled or counted; None where there is none
-    in what both have."""
-    first.refresh()
-    second.refresh()
-    metric = _first_metric(first, second)
-    sample = _first_sample(Samples(database, first), Samples(database, second))
-    if sample is not None and (metric is None or sample[0].step <= metric[0]):
-        return {**_NOTHING, **_describe_sample(first, second, sample, reader)}
-    if metric is None:
-        return None
-    step, name, values = metric
+    first, *others = runs
     return {
-        **_NOTHING,
-        "step": step,
-        "metric": name,
-        "reason": f"{name} is {values[0]:.9g} in {first.name} and {values[1]:.9g} in "
-        f"{second.name}; the samples until then are equal where both are on record",
+        "config": config,
+        "parts": [find_parting(first, other, database, reader) for other in others],
     }
 
 
+def find_parting(
+    first: RecordedRun, other: RecordedRun, database: Database, reader: TokenReader
+) -> dict[str, Any]:
+    """The first metric and the first sample and token in which a run differs from the first one;
+    ``step`` is that of the earlier of both, None where they are equal in what both have."""
+    first.refresh()
+    other.refresh()
+    metric = _first_metric(first, other)
+    sample = _first_sample(*_load_both(first, other, database))
+    found: list[tuple[int, str]] = []
+    missing = token = None
+    if sample is not None and sample[1] in _MISSING:
+        missing = (first, other)[_MISSING.index(sample[1])]
+        found.append((sample[0].step, f"sample {sample[0]} is missing in {missing.name}"))
+    elif sample is not None:
+        token, reason = _describe_sample(first, other, sample, reader)
+        found.append((sample[0].step, reason))
+    if metric is not None:
+        step, name, values = metric
+        found.append((step, f"{name} is {values[0]:.9g} and {values[1]:.9g} at step {step}"))
+    found.sort(key=lambda entry: entry[0])
+    return {
+        "run": other.key,
+        "step": found[0][0] if found else None,
+        "metric": metric[1] if metric is not None else None,
+        "metric_step": metric[0] if metric is not None else None,
+        "sample": str(sample[0]) if sample is not None else None,
+        "missing_in": missing.key if missing is not None else None,
+        "token": token,
+        "reason": "; ".join(reason for _, reason in found)
+        or "the runs are equal in what both have on record",
+    }
+
+
+def _load_both(
+    first: RecordedRun, other: RecordedRun, database: Database
+) -> tuple[SampleTable, SampleTable]:
+    table = database.samples(first)
+    return table, database.samples(other, beside=table)
+
+
 def _first_metric(
-    first: RecordedRun, second: RecordedRun
+    first: RecordedRun, other: RecordedRun
 ) -> tuple[int, str, tuple[float, float]] | None:
-    first_steps, second_steps = first.metrics.train, second.metrics.train
+    first_steps, other_steps = first.metrics.train, other.metrics.train
     names = [
         name
         for name in first_steps.columns
-        if name in second_steps.columns and not name.startswith(_TIMES)
+        if name in other_steps.columns and not name.startswith(_TIMES)
     ]
-    for step in sorted(set(first_steps.steps) & set(second_steps.steps)):
+    for step in sorted(set(first_steps.steps) & set(other_steps.steps)):
         for name in names:
-            values = first_steps.at(name, step), second_steps.at(name, step)
+            values = first_steps.at(name, step), other_steps.at(name, step)
             if values[0] != values[1]:
                 return step, name, tuple(math.nan if value is None else value for value in values)  # pyright: ignore[reportReturnType]
     return None
 
 
-def _first_sample(first: Samples, second: Samples) -> tuple[SampleId, str] | None:
+def _first_sample(first: SampleTable, other: SampleTable) -> tuple[SampleId, str] | None:
     """The first sample in which the runs differ by their tables, and in what."""
-    first_table, second_table = first.table.name, second.table.name
     columns = ["prompt_key", "length", "text", "finish_reason", "reward"]
-    if not (first.table.has_text and second.table.has_text):
+    if not (first.has_text and other.has_text):
         columns = ["length", "finish_reason", "reward", "mean_logprob"]
-    differs = " OR ".join(f"a.{name} IS DISTINCT FROM b.{name}" for name in columns)
+    differs = [f"a.{name} IS DISTINCT FROM b.{name}" for name in columns]
     found = first.database.query(
-        f"SELECT {_IDS}, a.place IS NULL, b.place IS NULL, "
-        + ", ".join(f"a.{name} IS DISTINCT FROM b.{name}" for name in columns)
-        + f" FROM {first_table} a FULL JOIN {second_table} b USING ({_IDS}) "
-        f"WHERE ({differs}) AND step <= (SELECT least((SELECT max(step) FROM {first_table}), "
-        f"(SELECT max(step) FROM {second_table}))) ORDER BY step, kind, index, "
-        "completion, segment LIMIT 1"
+        f"SELECT {_IDS}, a.place IS NULL, b.place IS NULL, {', '.join(differs)} "
+        f"FROM {first.name} a FULL JOIN {other.name} b USING ({_IDS}) "
+        # An evaluation that only one of them made is no difference.
+        f"WHERE ({' OR '.join(differs)}) AND (kind = 'train' OR a.place + b.place IS NOT NULL) "
+        f"AND step <= (SELECT least("
+        f"(SELECT max(step) FROM {first.name}), (SELECT max(step) FROM {other.name}))) "
+        f"ORDER BY {_ORDER} LIMIT 1"
     )
     if not found:
         return None
     kind, step, index, completion, segment, *flags = found[0]
     sample = SampleId(kind, step, index, completion, segment)
     if flags[0] or flags[1]:
-        return sample, "missing in " + ("the first run" if flags[0] else "the second run")
-    names = [name for name, differs_in in zip(columns, flags[2:], strict=True) if differs_in]
-    return sample, names[0]
+        return sample, _MISSING[bool(flags[1])]
+    return sample, next(name for name, flag in zip(columns, flags[2:], strict=True) if flag)
 
 
 def _describe_sample(
-    first: RecordedRun, second: RecordedRun, found: tuple[SampleId, str], reader: TokenReader
-) -> dict[str, Any]:
+    first: RecordedRun, other: RecordedRun, found: tuple[SampleId, str], reader: TokenReader
+) -> tuple[int | None, str]:
+    """The first token that differs, None where all are equal, and what differs in words."""
     sample, what = found
-    place = {"step": sample.step, "sample": str(sample)}
-    if what.startswith("missing"):
-        return {**place, "reason": f"sample {sample} is {what}"}
-    first_record, second_record = (
-        reader.read_record(first, sample),
-        reader.read_record(second, sample),
-    )
-    ids = first_record["tokens"].tolist(), second_record["tokens"].tolist()
+    records = [reader.read_record(run, sample) for run in (first, other)]
+    ids = [record["tokens"].tolist() for record in records]
     token = next(
         (at for at, pair in enumerate(zip(*ids, strict=False)) if pair[0] != pair[1]),
-        min(len(ids[0]), len(ids[1])) if len(ids[0]) != len(ids[1]) else None,
+        min(map(len, ids)) if len(ids[0]) != len(ids[1]) else None,
     )
     if token is None:
-        return {
-            **place,
-            "reason": f"the tokens of sample {sample} are equal, its {what} is "
-            f"{first_record.get(what)} and {second_record.get(what)}",
-        }
+        values = " and ".join(str(record.get(what)) for record in records)
+        return None, f"the tokens of sample {sample} are equal, its {what} is {values}"
     spelled = [
         f"{reader.vocabulary(run).decode(numbers[token : token + 1])!r} (id {numbers[token]})"
         if token < len(numbers)
         else "its end"
-        for run, numbers in zip((first, second), ids, strict=True)
+        for run, numbers in zip((first, other), ids, strict=True)
     ]
-    where = "the prompt" if token < first_record["prompt_len"] else "the completion"
-    return {
-        **place,
-        "token": token,
-        "reason": f"token {token} of sample {sample}, in {where}, is {spelled[0]} in {first.name} "
-        f"and {spelled[1]} in {second.name}",
-    }
+    where = "the prompt" if token < records[0]["prompt_len"] else "the completion"
+    return token, (
+        f"token {token} of sample {sample}, in {where}, is {spelled[0]} in {first.name} "
+        f"and {spelled[1]} in {other.name}"
+    )

@@ -101,8 +101,8 @@ class Database:
         """A connection of one thread's own, to be closed by it."""
         return self._connection.cursor()
 
-    def samples(self, run: RecordedRun) -> SampleTable:
-        """The table of a run's samples, as its files are now."""
+    def samples(self, run: RecordedRun, beside: SampleTable | None = None) -> SampleTable:
+        """The table of a run's samples, as its files are now; that of ``beside`` stays."""
         with self._lock:
             table = self._tables.get(run.folder)
             if table is None:
@@ -111,7 +111,7 @@ class Database:
             self._tables.move_to_end(run.folder)
             others = sum(known.text_bytes for known in self._tables.values() if known is not table)
         table.refresh(TEXT_BYTES - others)
-        self._drop_oldest(table)
+        self._drop_oldest(table, beside)
         return table
 
     def count_samples(self, runs: Sequence[RecordedRun]) -> dict[str, int]:
@@ -141,20 +141,20 @@ class Database:
         """Give all memory back."""
         self._connection.close()
 
-    def _drop_oldest(self, wanted: SampleTable) -> None:
+    def _drop_oldest(self, wanted: SampleTable, beside: SampleTable | None) -> None:
         with self._lock:
-            while len(self._tables) > 1 and (
-                sum(table.rows for table in self._tables.values()) > MOST_ROWS
-                or (
-                    sum(table.text_bytes for table in self._tables.values()) > TEXT_BYTES // 2
-                    and not wanted.has_text
+            for folder, table in list(self._tables.items()):
+                tables = self._tables.values()
+                rows, size = (
+                    sum(each.rows for each in tables),
+                    sum(each.text_bytes for each in tables),
                 )
-            ):
-                folder, oldest = next(iter(self._tables.items()))
-                if oldest is wanted:
+                is_full = size > TEXT_BYTES // 2 and not wanted.has_text
+                if rows <= MOST_ROWS and not is_full:
                     return
-                del self._tables[folder]
-                oldest.drop()
+                if table is not wanted and table is not beside:
+                    del self._tables[folder]
+                    table.drop()
 
 
 class SampleTable:
@@ -176,6 +176,8 @@ class SampleTable:
         """Files that cannot be read, with why."""
         self._files: dict[Path, tuple[int, tuple[int, int, int] | None]] = {}
         self._next_number = 0
+        self._end = 0
+        """Behind the last row id; ids of deleted rows are not used again."""
         self._looked_at: tuple[int, int, int] | None = None
         self._found: OrderedDict[Any, str] = OrderedDict()
         columns = ", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())
@@ -247,6 +249,12 @@ class SampleTable:
             names,
             list(places),
         ]
+
+    def list_halves(self) -> list[str]:
+        """Conditions that cut the rows in two, so that both threads look for a pattern: DuckDB
+        itself leaves 122,880 rows to one."""
+        middle = self._end // 2
+        return [f"rowid < {middle}", f"rowid >= {middle}"]
 
     def remember(self, key: Any, sql: str, values: Sequence[Any]) -> str:
         """The table of places that a query finds, kept for the next questions with that key."""
@@ -360,10 +368,10 @@ class SampleTable:
         return total
 
     def _measure(self) -> None:
-        rows, size = self.database.query(
-            f"SELECT count(*), coalesce(sum(strlen(text)), 0) FROM {self.name}"
+        found = self.database.query(
+            f"SELECT count(*), sum(strlen(text)), max(rowid) + 1 FROM {self.name}"
         )[0]
-        self.rows, self.text_bytes = int(rows), int(size)
+        self.rows, self.text_bytes, self._end = (int(number or 0) for number in found)
 
 
 def _count_rows(path: Path) -> int:

@@ -37,14 +37,12 @@ _LEAST_STEPS = 4
 class CompareFlags:
     """Flags of ``hearth compare``."""
 
-    a: Annotated[Path, tyro.conf.Positional]
-    """Folder of a run."""
-    b: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run to set beside it."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of two to eight runs; each is set beside the first."""
 
 
 def compare(arguments: list[str]) -> int:
-    """Print where two runs differ: settings, curves, held-out numbers, the first token."""
+    """Print where runs differ: settings, curves, held-out numbers, the first token."""
     flags = tyro.cli(CompareFlags, args=arguments, prog="hearth compare")
 
     def run() -> None:
@@ -52,7 +50,7 @@ def compare(arguments: list[str]) -> int:
         from hearth.viewer.database import Database
         from hearth.viewer.tokens import TokenReader
 
-        runs = open_runs([flags.a, flags.b])
+        runs = open_runs(flags.runs)
         found = compare_runs(runs, Database([run.folder for run in runs]), TokenReader())
         _print_comparison(runs, found, make_console())
 
@@ -196,10 +194,10 @@ def _print_samples(
 def _print_comparison(
     runs: Sequence[RecordedRun], found: Mapping[str, Any], console: Console
 ) -> None:
-    from hearth.viewer.terminal.drawing import cell, spark
+    from hearth.viewer.terminal.drawing import cell, clean, spark
 
     rows = [run.row() for run in runs]
-    width = max(16, (console.width - 24) // 2)
+    width = max(8, (console.width - 24) // len(runs))
     table = Table("", box=None, pad_edge=False)
     for row in rows:
         table.add_column(cell(row["name"], width=width))
@@ -211,17 +209,19 @@ def _print_comparison(
     table.add_row("reward curve", *(spark(row["spark"], min(width, _SPARK)) for row in rows))
     console.print(table)
     _print_settings(found["config"], width, console)
-    parts = found["parts"]
-    text = parts["reason"] if parts else "the runs are equal in what both have on record"
-    at = f" at step {parts['step']}" if parts else ""
-    console.print(f"\nthey part{at}: {text}" if parts else f"\n{text}")
+    console.print()
+    for row, parts in zip(rows[1:], found["parts"], strict=True):
+        is_equal = parts["step"] is None
+        where = "" if is_equal else f" parts from {rows[0]['name']} at step {parts['step']}"
+        console.print(clean(f"{row['name']}{where}: {parts['reason']}"))
 
 
 def _print_settings(fields: Sequence[Mapping[str, Any]], width: int, console: Console) -> None:
     if not fields:
         console.print("\nno setting differs")
         return
-    table = Table("setting that differs", "", "", box=None, pad_edge=False)
+    empty = [""] * len(fields[0]["values"])
+    table = Table("setting that differs", *empty, box=None, pad_edge=False)
     for field in fields:
         table.add_row(field["field"], *(_short(value, width) for value in field["values"]))
     console.print()

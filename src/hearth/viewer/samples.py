@@ -382,25 +382,24 @@ class Samples:
         literal = find_literal(pattern) if filters.search is None else ""
         if literal:  # searched ten times as fast, and few texts are left for the pattern
             test, given = f"contains({{0}}, ?) AND {test.replace('{}', '{0}')}", [literal, pattern]
-        parts: list[str] = []
-        values: list[Any] = []
         if table.has_text:
-            if places != "prompt":
-                parts.append(test.format("text"))
-                values += given
-            if places != "text":
-                parts.append(
-                    f"prompt_key IN (SELECT prompt_key FROM {table.prompts} "
-                    f"WHERE {test.format('prompt')})"
-                )
-                values += given
-            sql = f"SELECT place FROM {table.name} WHERE {' OR '.join(parts)}"
+            tests = {
+                "text": test.format("text"),
+                "prompt": f"prompt_key IN (SELECT prompt_key FROM {table.prompts} "
+                f"WHERE {test.format('prompt')})",
+            }
+            wanted = tests.values() if places == "both" else (tests[places],)
+            halves = table.list_halves()
+            sql = " UNION ALL ".join(
+                f"SELECT place FROM {table.name} WHERE {half} AND ({' OR '.join(wanted)})"
+                for half in halves
+            )
+            values = given * len(wanted) * len(halves)
         else:
             names = ("text", "prompt") if places == "both" else (places,)
             source, values = table.texts()
-            parts = [test.format(name) for name in names]
             values = [*values, *given * len(names)]
-            sql = f"SELECT place FROM {source} WHERE {' OR '.join(parts)}"
+            sql = f"SELECT place FROM {source} WHERE {' OR '.join(map(test.format, names))}"
         try:
             return table.remember((test, pattern, places), sql, values)
         except duckdb.InvalidInputException as error:
@@ -554,19 +553,22 @@ def _match_char(char: str) -> str:
 
 def find_literal(regex: str) -> str:
     """The longest text that everything a regular expression matches has; "" where none is sure."""
-    if any(mark in regex for mark in ("|", "(", ")", "[:")) or re.search(
-        r"\\[^dDwWsSbB\W_]", regex
-    ):
+    if re.search(r"\[:|\(\?(?!:)|\\[^dDwWsSbB\W_]", regex):
         return ""
-    # A character before ?, * or {} may be missing; after it, and after +, a new text begins.
     parts = re.findall(
-        r"\\.|\[\^?\]?[^\]]*\]|\{[^}]*\}|[\\\[\]{}^$.?*+]|[^\\\[\]{}^$.?*+]", regex, re.DOTALL
+        r"\\.|\[\^?\]?[^\]]*\]|\{[^}]*\}|[\\\[\]{}()|^$.?*+]|[^\\\[\]{}()|^$.?*+]", regex, re.DOTALL
     )
     runs = [""]
+    depth = 0
     for part in parts:
+        if part == "|" and depth == 0:
+            return ""
+        depth += {"(": 1, ")": -1}.get(part, 0)
+        # A character before ?, * or {} may be missing; after it, and after +, a new text begins,
+        # and so it does after a group, of which nothing is sure.
         if part[0] in "?*{":
             runs[-1] = runs[-1][:-1]
-        if len(part) == 1 and part not in "\\[]{}^$.?*+":
+        if depth == 0 and len(part) == 1 and part not in "\\[]{}()^$.?*+":
             runs[-1] += part
         else:
             runs.append("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import bisect
+import itertools
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -187,14 +188,11 @@ def _name_role(match: re.Match[str]) -> str:
 
 
 def _mask_changes(mask: Sequence[bool]) -> list[int]:
-    return [place for place in range(1, len(mask)) if mask[place] != mask[place - 1]]
+    return (np.flatnonzero(np.diff(np.asarray(mask, bool))) + 1).tolist()
 
 
 def _offsets(pieces: Sequence[bytes]) -> list[int]:
-    offsets = [0]
-    for piece in pieces:
-        offsets.append(offsets[-1] + len(piece))
-    return offsets
+    return list(itertools.accumulate(map(len, pieces), initial=0))
 
 
 def _spell(

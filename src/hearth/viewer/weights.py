@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from hearth.errors import NotFoundError
 from hearth.records.timeline import STARTS, read_events
 
@@ -71,7 +73,7 @@ def take_turn(record: Mapping[str, Any], turn: int = 0) -> SampledTurn:
             f"turn must be below {len(turns)}, the sampled turns of the sample, got {turn}"
         )
     start, end = turns[turn]
-    versions = sorted({int(version) for version in record["versions"][start:end]})
+    versions = np.unique(record["versions"][start:end]).tolist()
     if len(versions) > 1:
         raise NotFoundError(
             f"the turn must be of one weight version, got {versions}: a weight sync came while it "
@@ -80,8 +82,8 @@ def take_turn(record: Mapping[str, Any], turn: int = 0) -> SampledTurn:
     tokens, seeds = record["tokens"], record["seeds"] or []
     # A seed for each turn; where agents ask for more than the sample shows, none can be told.
     seed = int(seeds[turn]) if len(seeds) == len(turns) else None
-    before, sampled = tokens[:start], tokens[start:end]
-    return SampledTurn([*map(int, before)], [*map(int, sampled)], versions[0], seed)
+    before, sampled = (np.asarray(part).tolist() for part in (tokens[:start], tokens[start:end]))
+    return SampledTurn(before, sampled, versions[0], seed)
 
 
 def find_weights(log_path: Path, record: Mapping[str, Any], turn: int = 0) -> WeightsPlace:
@@ -116,13 +118,8 @@ def explain_refusal(log_path: Path, record: Mapping[str, Any], turn: int = 0) ->
 
 def _find_turns(mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """First token and end of each run of sampled tokens."""
-    start = None
-    for place, is_sampled in enumerate([*mask, False]):
-        if is_sampled and start is None:
-            start = place
-        elif not is_sampled and start is not None:
-            yield start, place
-            start = None
+    edges = np.flatnonzero(np.diff(np.asarray(mask, np.int8), prepend=0, append=0)).tolist()
+    return zip(edges[::2], edges[1::2], strict=True)
 
 
 def _last_moment(record: Mapping[str, Any]) -> float:

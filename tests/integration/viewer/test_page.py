@@ -169,7 +169,7 @@ def test_chosen_runs_are_compared_and_the_page_names_where_they_part(page: Page)
     page.press("v")
     page.wait_for_path("/compare?runs=plain,")
     page.wait_for_text("policy_loss")
-    page.wait("return /part at step \\d+/.test(document.body.innerText)")
+    page.wait("return /parts at step \\d+, token \\d+/.test(document.body.innerText)")
     assert page.ask("return document.querySelectorAll('.uplot canvas').length") > 0
 
 

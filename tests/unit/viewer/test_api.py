@@ -1,6 +1,8 @@
 import base64
 import io
+import os
 import re
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -290,12 +292,48 @@ async def test_numbers_that_javascript_does_not_know_are_texts(tmp_path):
     assert shown["seeds"] == [str(2**60 + 1), 7]
 
 
-async def test_two_runs_part_at_a_sample_and_a_token(viewer):
-    compared = await ask(viewer, "/api/compare", runs="first,deep~second")
+async def test_each_run_parts_from_the_first_at_a_metric_and_at_a_sample_and_token(viewer):
+    compared = await ask(viewer, "/api/compare", runs="first,deep~second,first")
 
-    assert {"field": "temperature", "values": [None, 0.5]} in compared["config"]
-    parts = compared["parts"]
-    assert (parts["step"], parts["metric"]) == (1, "rollout/raw_reward")
+    assert {"field": "temperature", "values": [None, 0.5, None]} in compared["config"]
+    parts, same = compared["parts"]
+    assert (parts["run"], parts["step"]) == ("deep~second", 1)
+    assert (parts["metric"], parts["metric_step"]) == ("rollout/raw_reward", 1)
+    assert parts["sample"] == "train.5.8.0.0"
+    assert parts["token"] == prompt_tokens(8, 5) + len("The sum of 8 and 5 is 13")
+    assert (same["run"], same["step"], same["sample"]) == ("first", None, None)
+
+
+@pytest.mark.slow
+async def test_a_sample_that_one_run_lacks_is_a_difference_but_not_an_evaluation(tmp_path):
+    for name in ("one", "two"):
+        made_up.write_run(tmp_path / name, steps=4)
+    lacking = tmp_path / "two" / "samples"
+    (lacking / "eval-000004.parquet").unlink()
+    async with open_viewer(tmp_path) as client:
+        (equal,) = (await ask(client, "/api/compare", runs="one,two"))["parts"]
+        (lacking / "train-000003.parquet").unlink()
+        (parts,) = (await ask(client, "/api/compare", runs="one,two"))["parts"]
+
+    assert equal["step"] is None
+    assert (parts["step"], parts["sample"], parts["missing_in"]) == (3, "train.3.4.0.0", "two")
+    assert parts["token"] is None
+
+
+@pytest.mark.slow
+async def test_runs_with_more_text_than_is_kept_are_compared(tmp_path, monkeypatch):
+    for name, shift in (("one", 0.0), ("two", 0.25), ("three", 0.25)):
+        made_up.write_run(tmp_path / name, steps=6, shift=shift)
+    monkeypatch.setattr("hearth.viewer.database.TEXT_BYTES", 2000)
+    async with open_viewer(tmp_path) as client:
+        compared = await ask(client, "/api/compare", runs="one,two,three")
+
+    assert [parts["sample"] for parts in compared["parts"]] == ["train.5.8.0.0"] * 2
+
+
+def prompt_tokens(index, step):
+    question = f"<|im_start|>user\nWhat is {index} + {step}?<|im_end|>\n<|im_start|>assistant\n"
+    return len(made_up.encode(question))
 
 
 @pytest.mark.slow
@@ -312,16 +350,13 @@ async def test_two_runs_with_equal_numbers_part_where_their_tokens_do(tmp_path):
             made_up.write_file(tmp_path / name, "train", step, samples)
 
     async with open_viewer(tmp_path) as client:
-        parts = (await ask(client, "/api/compare", runs="one,two"))["parts"]
-        same = (await ask(client, "/api/compare", runs="one,one"))["parts"]
+        parts, same = (await ask(client, "/api/compare", runs="one,two,one"))["parts"]
 
-    assert (parts["step"], parts["sample"]) == (5, "train.5.5.0.0")
-    prompt = len(
-        made_up.encode("<|im_start|>user\nWhat is 5 + 5?<|im_end|>\n<|im_start|>assistant\n")
-    )
-    assert parts["token"] == prompt + len("The sum of 5 and 5 is 10")
+    assert (parts["step"], parts["metric"]) == (5, None)
+    assert parts["sample"] == "train.5.5.0.0"
+    assert parts["token"] == prompt_tokens(5, 5) + len("The sum of 5 and 5 is 10")
     assert "'.' (id 48) in one and ' ' (id 34) in two" in parts["reason"]
-    assert same is None
+    assert same["step"] is None
 
 
 async def test_what_is_filtered_can_be_had_as_csv_and_as_parquet(viewer):
@@ -351,6 +386,24 @@ async def test_a_report_is_one_file_without_scripts(viewer, query):
     assert "http:" not in report.text
     assert "https:" not in report.text
     assert "assistant" in report.text or "The sum of" in report.text
+
+
+async def test_a_run_whose_process_lives_but_writes_nothing_has_stalled(tmp_path):
+    run = tmp_path / "run"
+    made_up.begin(run)
+    made_up.append_step(run, 1)
+    started = time.time()
+    states = []
+    async with open_viewer(run) as client:
+        for quiet_s in (0, 100, 140):
+            for path in (*run.iterdir(), *run.rglob("*.parquet")):
+                os.utime(path, (started - quiet_s, started - quiet_s))
+            states.append((await ask(client, "/api/runs"))["runs"][0]["state"])
+            states.append((await ask(client, "/api/runs/run"))["state"])
+        made_up.append_step(run, 2)
+        states.append((await ask(client, "/api/runs/run"))["state"])
+
+    assert states == [*["running"] * 4, *["stalled"] * 2, "running"]
 
 
 @pytest.mark.slow
@@ -432,6 +485,12 @@ def test_the_documentation_has_every_route_and_parameter():
         (r"\x{41}bc", ""),
         (r"\Qa?b\E", ""),
         ("[^]abc]d", "d"),
+        ("(one|two) apples", " apples"),
+        (r"ab(\d+)?c", "ab"),
+        ("ab(c(d|e)f)*gh|i", ""),
+        ("(?:a|b)cde", "cde"),
+        (r"\(ab(c", "ab"),
+        ("[(|]abc", "abc"),
     ],
 )
 def test_the_text_that_a_pattern_needs_is_in_all_that_it_finds(regex, literal):

@@ -86,7 +86,18 @@ def test_two_runs_are_set_side_by_side_with_what_differs(runs, capsys):
         ["temperature", "-", "0.5"]
     ]
     assert "held-out, first  0.280 at step 4" in text
-    assert lines[-1].startswith("they part at step 1: ")
+    assert lines[-1].startswith("second parts from first at step 1: rollout/raw_reward is ")
+    assert "; token " in lines[-1]
+
+
+def test_each_run_is_set_beside_the_first(runs, capsys):
+    folders = [runs / "first", runs / "deep" / "second", runs / "first"]
+    assert compare([str(folder) for folder in folders]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-2])) <= 80
+    assert lines[-2].startswith("second parts from first at step 1: ")
+    assert lines[-1] == "first: the runs are equal in what both have on record"
 
 
 def test_a_run_beside_itself_differs_in_nothing(runs, capsys):

@@ -1,4 +1,4 @@
-// Two to eight runs: curves over one another, what differs in their settings, and where two part.
+// Two to eight runs: curves over one another, what differs in their settings, and where each parts from the first.
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { fetchJson, runUrl, useApi, type Comparison, type Run, type RunDetail, type Series } from "../api";
 import { seriesColor, useDark } from "../colors";
@@ -120,40 +120,54 @@ function RunLegend({ runs }: { runs: Run[] }) {
 }
 
 function Parting({ comparison, runs }: { comparison: Comparison; runs: Run[] }) {
-  const { parts } = comparison;
-  if (!parts) return null;
-  const token = parts.token === null ? "" : `&token=${parts.token}`;
+  const first = runs[0];
+  if (!first) return null;
   return (
     <section class="panel">
       <div class="bar">
-        <h2>
-          {parts.step === null ? "The runs do not part" : `The first two runs part at step ${parts.step}`}
-          {parts.token !== null && `, token ${parts.token}`}
-        </h2>
+        <h2>Where they part</h2>
+        <span class="faint">
+          from <Line text={first.name} />
+        </span>
       </div>
       <div class="page">
-        <p>
-          <Line text={parts.reason.replace(/\.?$/, ".")} />
-          {parts.metric && (
-            <>
-              {" "}
-              First metric that differs:{" "}
-              <code>
-                <Line text={parts.metric} />
-              </code>
-              .
-            </>
-          )}
-        </p>
-        {parts.sample && (
-          <p class="bar">
-            {runs.slice(0, 2).map((run) => (
-              <a key={run.key} class="button" href={`${linkTo(run.key, "sample", parts.sample!)}?view=tokens${token}`}>
-                The sample in <Line text={run.name} />
-              </a>
-            ))}
-          </p>
-        )}
+        {comparison.parts.map((parts, place) => (
+          <div key={place} class="parting">
+            <div class="legend">
+              <span>
+                <LineSign place={place + 1} />
+                <Line text={runs[place + 1]?.name ?? parts.run} />
+                <strong>
+                  {parts.step === null ? "does not part" : `parts at step ${parts.step}`}
+                  {parts.token !== null && `, token ${parts.token}`}
+                </strong>
+              </span>
+            </div>
+            <p>
+              <Line text={parts.reason} />
+            </p>
+            {parts.sample && (
+              <p class="bar wrap">
+                {[0, place + 1].map((number) => {
+                  const run = runs[number];
+                  if (run?.key === parts.missing_in) return null;
+                  const token = parts.token === null ? "" : `&token=${parts.token}`;
+                  return (
+                    run && (
+                      <a
+                        key={number}
+                        class="button"
+                        href={`${linkTo(run.key, "sample", parts.sample!)}?view=tokens${token}`}
+                      >
+                        The sample in <Line text={run.name} />
+                      </a>
+                    )
+                  );
+                })}
+              </p>
+            )}
+          </div>
+        ))}
       </div>
     </section>
   );
