@@ -32,6 +32,11 @@ def random_prompt(rng: random.Random, longest: int) -> list[int]:
 def assert_same(rows, others) -> None:
     if EXACT:
         assert rows == others
+    assert_near(rows, others)
+
+
+def assert_near(rows, others) -> None:
+    """A plain forward's kernels are the library's choice, which differs from CPU to CPU."""
     assert max(abs(a - b) for a, b in zip(rows, others, strict=True)) <= 1e-5
 
 
@@ -78,7 +83,7 @@ def test_logprobs_are_those_of_a_plain_forward(start, load, plain_logprobs, mode
         sampled = future.result()
         expected = plain_logprobs(plain, prompt + sampled.token_ids)
         assert sampled.prompt_logprobs[0] is None
-        assert_same([*sampled.prompt_logprobs[1:], *sampled.logprobs], expected)
+        assert_near([*sampled.prompt_logprobs[1:], *sampled.logprobs], expected)
         assert sampled.sampling_logprobs == sampled.logprobs
 
 
@@ -141,7 +146,7 @@ def test_temperature_changes_the_sample_and_its_logprob_but_not_the_raw_logprob(
     sampled = start().submit(ask(temperature=0.5, max_tokens=20)).result()
 
     raw = plain_logprobs(load(), [1, 2, 3, *sampled.token_ids])[2:]
-    assert_same(sampled.logprobs, raw)
+    assert_near(sampled.logprobs, raw)
     gain = sum(sampled.sampling_logprobs) - sum(sampled.logprobs)
     assert gain > 1
 
@@ -283,7 +288,7 @@ def test_max_tokens_0_scores_the_prompt_and_takes_no_row(start, load, plain_logp
     scored = engine.submit(ask(prompt, max_tokens=0, prompt_logprobs=True)).result()
 
     assert scored.token_ids == []
-    assert_same(scored.prompt_logprobs[1:], plain_logprobs(load(), prompt))
+    assert_near(scored.prompt_logprobs[1:], plain_logprobs(load(), prompt))
     assert engine.stats().most_slots == 0
 
 

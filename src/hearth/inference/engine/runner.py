@@ -4,8 +4,8 @@ Legend: P prompts, L padded prompt length, T prompt tokens, B slots, R rows of l
 N layers, H kv heads, D head size.
 
 On the CPU in float32 the logits of a sequence do not depend on what else is in its forward, to the
-bit, while the hidden size is small (measured up to 256 tokens of context against plain forwards of
-any batch and padding, and between batches at any length). For this, prompts of one padded length
+bit, while the hidden size is small (measured between batches, at any length; a plain forward of
+transformers gives the same bits on some CPUs, and others that round differently on others). For this, prompts of one padded length
 run together, decoding pads to ``MIN_ROWS`` slots, and attention reads ``key_span`` keys.
 """
 
@@ -33,6 +33,7 @@ from hearth.inference.engine.prompts import Extras, Prompt
 from hearth.inference.engine.sampler import TopTokens, find_top, split_top
 from hearth.models.loading import LoadedModel
 from hearth.models.routing import Recording, find_routers
+from hearth.wire.routing import FREE
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -254,9 +255,13 @@ class ModelRunner:
         prompt = tuple(token % self.loaded.vocab_size for token in (1, 2, 0, 1, 2))
         try:
             input_ids = torch.tensor([prompt], device=self.device)
-            plain = self.loaded.module(input_ids=input_ids, use_cache=False).logits[0].float()
+            with self.recording(wanted=True) as record:
+                plain = self.loaded.module(input_ids=input_ids, use_cache=False).logits[0].float()
+            # Where two experts are as good as equal, rounding chooses: all passes take the same.
+            experts = record.choices()
             self._selects_rows = self._can_select(prompt)
-            (prefilled,), _ = self.prefill([prompt[:-1]], Extras())
+            with self._sending(experts, pad_length(len(prompt) - 1)):
+                (prefilled,), _ = self.prefill([prompt[:-1]], Extras())
             keys, values = prefilled.keys, prefilled.values
             shape = CacheShape(
                 layers=keys.shape[0],
@@ -266,7 +271,8 @@ class ModelRunner:
                 dtype=keys.dtype,
                 device=self.device,
             )
-            decoded = self._decode_once(prompt, shape, prefilled)
+            with self._sending(None if experts is None else experts[-1:], MIN_ROWS):
+                decoded = self._decode_once(prompt, shape, prefilled)
         except EngineError:
             raise
         except Exception as error:
@@ -282,6 +288,17 @@ class ModelRunner:
                 f"({type(self.loaded.module).__name__}): decoding differs from a plain forward"
             )
         return shape
+
+    def _sending(
+        self, experts: NDArray[np.unsignedinteger] | None, tokens: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Send the first of a forward's ``tokens`` to ``experts`` [T, N, K]."""
+        if experts is None or self.routers is None:
+            return contextlib.nullcontext()
+        choices = torch.full((tokens, *experts.shape[1:]), FREE)
+        known = min(tokens, len(experts))
+        choices[:known] = torch.from_numpy(experts[:known].astype(np.int64))
+        return self.routers.replaying(choices)
 
     def _is_sound(self) -> bool:
         """Whether decoding with ``PlainStep`` passes the probe as well."""
