@@ -1,3 +1,4 @@
+import os
 import re
 import signal
 import subprocess
@@ -9,7 +10,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from training.config.parts import OLDER_SPELLINGS
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config
 
@@ -47,17 +47,114 @@ def test_a_users_mistake_is_one_message_on_stderr(tmp_path, flags, message):
 
 
 def test_help_lists_every_field_with_its_docstring(tmp_path):
-    done = rl_loop(tmp_path, "--help")
+    done = rl_loop(tmp_path, "--help-all")
 
     text = " ".join(done.stdout.replace("│", " ").split())
     assert done.returncode == 0
     for field in fields(Config):
         name = field.name.replace("_", "-")
         is_shown = re.search(rf"--(no-)?{name}[ .,]", text) is not None
-        assert is_shown == (field.name not in OLDER_SPELLINGS), field.name
+        assert is_shown == (not field.type.startswith("Suppress")), field.name
     assert "document" not in text
     assert "the group that rewards are centered in" in text
-    assert "prompts are tokenized on the client" in text
+    assert "with which the client tokenizes prompts" in text
+
+
+def test_help_shows_first_what_most_runs_give_and_how_to_see_the_rest(tmp_path):
+    command = [sys.executable, "-m", "hearth", "train", "async", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    flags = re.findall(r"^  --([a-z-]+)", done.stdout, re.MULTILINE)
+    assert {"base-model", "dataset", "rollout", "learning-rate", "help-all"} <= set(flags)
+    assert 20 <= len(flags) <= 25
+    assert max(map(len, done.stdout.splitlines())) <= 88
+
+
+REWARDS = """
+from training.rewards import exact_match
+
+
+def reward(completion, row):
+    return len(set(completion)) / 100
+"""
+ROLLOUTS = """
+from tests.integration.rollouts import make_rollouts
+
+make_rollout_fn = make_rollouts()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("rl", "reward = 'mine:reward'"), ("async", "rollout = 'mine:make_rollout_fn'")],
+)
+def test_a_settings_file_is_a_whole_run_and_its_record_another(tmp_path, name, own):
+    (tmp_path / "mine.py").write_text(REWARDS + ROLLOUTS)
+    settings = f"""
+        base_model = "{MODEL}"
+        dataset = "{TRAIN_ROWS}"
+        max_rows = 2
+        max_completion_tokens = 4
+        max_seq_len = 128
+        kl_beta = 0.0
+        truncated_completions = "score"
+        log_path = "first"
+        {own}
+    """
+    (tmp_path / "run.toml").write_text("\n".join(map(str.strip, settings.splitlines())))
+
+    def train(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        return subprocess.run(
+            [sys.executable, "-m", "hearth", "train", name, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    first = train("@run.toml", "--seed", "3")
+    again = train("@first/config.json", "--log-path", "again")
+
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    one, other = (
+        [
+            orjson.loads(line)
+            for line in (tmp_path / run / "metrics.jsonl").read_bytes().splitlines()
+        ]
+        for run in ("first", "again")
+    )
+    assert one[0]["rollout/raw_reward"] > 0
+    assert [record["train/grad_norm"] for record in one] == [
+        record["train/grad_norm"] for record in other
+    ]
+    config = orjson.loads((tmp_path / "again" / "config.json").read_bytes())
+    assert (config["seed"], config["max_rows"]) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rl", "--reward", "nowhere:reward"], "reward must name a function, got 'nowhere:reward'"),
+        (["rl", "--reward", "reward"], "reward must be MODULE:FUNCTION, got 'reward'"),
+        (["async"], "rollout must be MODULE:FUNCTION, got None"),
+        (["rl", "@missing.toml"], "the settings file must be readable, got 'missing.toml'"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_one_message(tmp_path, arguments, message):
+    (tmp_path / "good.jsonl").write_text(GOOD_ROW)
+    usual = ["--base-model", str(MODEL), "--dataset", "good.jsonl"]
+    recipe, *rest = arguments
+    files = [argument for argument in rest if argument.startswith("@")]
+    rest = [argument for argument in rest if not argument.startswith("@")]
+    command = [sys.executable, "-m", "hearth", "train", recipe, *files, *usual, *rest]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def completion(arguments: list[str]) -> int:
     flags = tyro.cli(CompletionFlags, args=arguments, prog="hearth completion")
     verbs: list[Any] = []
     for name, verb in VERBS.items():
-        kind = getattr(import_module(verb.target.partition(":")[0]), verb.flags)
+        module, _, record = verb.flags.partition(":")
+        kind = getattr(import_module(module), record)
         verbs.append(Annotated[kind, tyro.conf.subcommand(name, prefix_name=False)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # defaults that are no literals concern no completion

@@ -7,93 +7,99 @@ from typing import NamedTuple
 
 
 class VerbEntry(NamedTuple):
-    """Where a verb's function is, the record of its flags, and what ``hearth --help`` says of it."""
+    """Where a verb's function is, the record of its flags, and its line of ``hearth --help``."""
 
     target: str
     """``module:function``."""
     flags: str
-    """The record's name, in the same module."""
+    """``module:record``."""
     summary: str
 
 
 VERBS: Mapping[str, VerbEntry] = {
     "quickstart": VerbEntry(
         "training.quickstart.verb:quickstart",
-        "QuickstartOptions",
+        "training.quickstart.verb:QuickstartOptions",
         "Train the shipped model with GRPO and show it before and after.",
     ),
     "train": VerbEntry(
-        "training.recipes.rl_loop:command",
-        "Config",
-        "Train with the rl_loop recipe; every field of its config is a flag.",
+        "training.run.train_verb:train",
+        "training.recipes.rl_loop:Config",
+        "Train: hearth train [rl|async|igpo] [@FILE.toml] [--SETTING VALUE ...].",
     ),
     "view": VerbEntry(
         "hearth.viewer.verb:view",
-        "ViewFlags",
+        "hearth.viewer.verb:ViewFlags",
         "Show runs, their curves and every sample in the browser, until Ctrl-C.",
     ),
     "show": VerbEntry(
         "training.run.show:show",
-        "ShowFlags",
+        "training.run.show:ShowFlags",
         "Print a run: its reward curve, best and worst samples, why the reward is flat.",
     ),
     "compare": VerbEntry(
         "hearth.viewer.printed:compare",
-        "CompareFlags",
+        "hearth.viewer.printed:CompareFlags",
         "Print where runs differ: settings, curves, held-out numbers, the first token.",
     ),
     "rescore": VerbEntry(
         "training.run.rescore_verb:rescore",
-        "RescoreOptions",
+        "training.run.rescore_verb:RescoreOptions",
         "Score a run's recorded samples with another reward function, and compare.",
     ),
     "serve": VerbEntry(
-        "hearth.cli.serve:serve", "ServeFlags", "Serve a platform on a port, until Ctrl-C."
+        "hearth.cli.serve:serve",
+        "hearth.cli.serve:ServeFlags",
+        "Serve a platform on a port, until Ctrl-C.",
     ),
     "deploy": VerbEntry(
         "hearth.cli.models:deploy",
-        "DeployFlags",
+        "hearth.cli.models:DeployFlags",
         "Serve a model, or a run's trained model, on the platform.",
     ),
     "chat": VerbEntry(
         "hearth.cli.models:chat",
-        "ChatFlags",
+        "hearth.cli.models:ChatFlags",
         "Talk with a run's trained model, another model, or a deployment.",
     ),
     "ps": VerbEntry(
-        "hearth.cli.resources:ps", "PsFlags", "Show the trainer jobs and deployments of a platform."
+        "hearth.cli.resources:ps",
+        "hearth.cli.resources:PsFlags",
+        "Show the trainer jobs and deployments of a platform.",
     ),
     "logs": VerbEntry(
         "hearth.cli.resources:logs",
-        "LogsFlags",
+        "hearth.cli.resources:LogsFlags",
         "Show the end of a trainer job's or deployment's log.",
     ),
     "stop": VerbEntry(
         "hearth.cli.resources:stop",
-        "IdFlags",
+        "hearth.cli.resources:IdFlags",
         "Cancel a trainer job, or scale a deployment to zero.",
     ),
     "start": VerbEntry(
-        "hearth.cli.resources:start", "IdFlags", "Start a stopped trainer job or deployment again."
+        "hearth.cli.resources:start",
+        "hearth.cli.resources:IdFlags",
+        "Start a stopped trainer job or deployment again.",
     ),
     "plan": VerbEntry(
         "hearth.cli.plan:plan",
-        "PlanFlags",
+        "hearth.cli.plan:PlanFlags",
         "Say whether a model fits some GPUs, and which shape to choose.",
     ),
     "doctor": VerbEntry(
         "hearth.cli.doctor:doctor",
-        "DoctorFlags",
+        "hearth.cli.doctor:DoctorFlags",
         "Check this machine: versions, compiler, GPU, memory, ports; train a little.",
     ),
     "completion": VerbEntry(
         "hearth.cli.completion:completion",
-        "CompletionFlags",
+        "hearth.cli.completion:CompletionFlags",
         "Print what completes verbs and flags: source <(hearth completion bash).",
     ),
     "conformance": VerbEntry(
         "hearth.cli.conformance:conformance",
-        "ConformanceFlags",
+        "hearth.cli.conformance:ConformanceFlags",
         "Say how far a server keeps Tinker's API, with a score.",
     ),
 }

@@ -20,6 +20,9 @@ class AsyncConfig(RecipeConfig):
     shuffle: bool = True
     """Give each epoch its own order."""
 
+    rollout: str | None = None
+    """Factory of the rollout function where main gets none, as MODULE:FUNCTION; modules of the
+    current folder are found too."""
     max_head_offpolicy_versions: int = 0
     """Weight syncs by which a sample may be late when it is trained; 0 is strictly on-policy."""
     synchronous_training: bool = False

@@ -149,8 +149,9 @@ class DeployConfig:
     deployment_id: str | None = None
     """Name of the deployment; None makes one up."""
     tokenizer_model: str = ""
-    """Folder or hub id of the base model's tokenizer. Required: prompts are tokenized on the
-    client."""
+    """Folder or hub id of the base model's tokenizer, with which the client tokenizes prompts. A
+    recipe takes base_model where it is a folder or a hub id; for a registered name it must be
+    given."""
     tokenizer_revision: str | None = None
     """Revision of the tokenizer on its hub."""
     trust_remote_code: bool = False
@@ -285,16 +286,13 @@ def plain_config(config: Any) -> dict[str, Any]:
     return asdict(config, dict_factory=plain)
 
 
-OLDER_SPELLINGS = ("infra", "weight_sync", "hotload", "rollout_workers")
-"""Fields that say what others say, for configs that were written for them."""
-
-
 def own_config(config: Any) -> dict[str, Any]:
     """``plain_config`` without the older spellings that nobody has used."""
-    plain, usual = plain_config(config), {field.name: field for field in fields(config)}
-    for name in OLDER_SPELLINGS:
-        if name in usual and getattr(config, name) == _default_of(usual[name]):
-            del plain[name]
+    plain = plain_config(config)
+    for setting in fields(config):
+        is_older = str(setting.type).startswith("Suppress")
+        if is_older and getattr(config, setting.name) == _default_of(setting):
+            del plain[setting.name]
     return plain
 
 

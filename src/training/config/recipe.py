@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from tyro.conf import Suppress
@@ -248,6 +248,17 @@ class RecipeConfig:
             ConfigError: two spellings of one setting differ.
         """
         return merge_infra(self.trainer, self.infra)
+
+    @property
+    def merged_deployment(self) -> DeployConfig:
+        """The deployment's settings, with the base model's tokenizer where none is named.
+
+        What a registered name (``accounts/...``) stands for is known to the platform alone.
+        """
+        is_registered = self.base_model.startswith("accounts/")
+        if self.deployment.tokenizer_model or is_registered:
+            return self.deployment
+        return replace(self.deployment, tokenizer_model=self.base_model)
 
     @property
     def kept_checkpoints(self) -> int | None:

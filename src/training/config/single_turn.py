@@ -16,6 +16,9 @@ RewardWorkers = Literal["loop", "process", "ray"]
 class SingleTurnConfig(RecipeConfig):
     """Settings of sampling and rewards beside those that all recipes share."""
 
+    reward: str | None = None
+    """Reward function where main gets none, as MODULE:FUNCTION; modules of the current folder are
+    found too. None compares the last marked answer with the row's ground_truth."""
     max_concurrent: int = 32
     """Sampling requests in flight, counted one by one."""
     truncated_completions: Literal["drop", "score"] = "drop"

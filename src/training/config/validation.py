@@ -109,10 +109,11 @@ def _choices(kind: Any) -> list[Any]:
 def _problems(config: RecipeConfig) -> Iterator[str]:
     if not config.base_model:
         yield "base_model must be a registered name, a folder or a hub id, got ''"
-    if not config.deployment.tokenizer_model:
+    if not config.merged_deployment.tokenizer_model:
         yield (
-            "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
-            "are tokenized on the client"
+            "deployment.tokenizer_model must be a tokenizer's folder or hub id where base_model is "
+            f"a registered name, got '' for {config.base_model!r}: prompts are tokenized on the "
+            "client"
         )
     yield from _group_problems(config)
     yield from _number_problems(config)

@@ -124,7 +124,7 @@ def provision(
         if config.cleanup_on_exit or is_embedded():
             cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
         if is_embedded():
-            check_tokenizer(tokenizer, config.deployment.tokenizer_model, config.base_model)
+            check_tokenizer(tokenizer, spec.deployment.tokenizer_model, config.base_model)
         infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)
         stack.callback(infra.close)
         assert infra.deployment_id is not None, "a recipe's spec needs inference"

@@ -67,7 +67,7 @@ class InfraSpec:
         return cls(
             base_model=config.base_model,
             infra=infra,
-            deployment=config.deployment,
+            deployment=config.merged_deployment,
             lora_rank=config.lora_rank,
             lora_options={
                 "lora_alpha": config.lora_alpha,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,14 +35,14 @@ from training.platform.run_infra import RunInfra
 from training.rollouts.cluster import run_on_cluster
 from training.rollouts.queue import TakenGroup
 from training.rollouts.runner import GroupCredit, GroupFilter, Rollouts, Submission
-from training.rollouts.setup import rollout_setup
+from training.rollouts.setup import choose_rollout, rollout_setup
 from training.rollouts.thread import RolloutThread
 from training.rollouts.validation import rollout_problems
 from training.run.async_loop import AsyncLoop, rollout_queue, run_watched
 from training.run.async_metrics import TRAIN
 from training.run.background_evaluation import BackgroundEvaluation
 from training.run.begin import begin_run
-from training.run.command import recipe, run_until_signal
+from training.run.command import recipe, run_command, run_until_signal
 from training.run.publisher import Publisher
 from training.run.state import RunSummary
 from training.samples import PromptGroup, group_advantages, to_datums
@@ -74,7 +75,7 @@ class Config(AsyncConfig):
 def main(
     config: Config,
     *,
-    rollout_fn_factory: RolloutFnFactory,
+    rollout_fn_factory: RolloutFnFactory | None = None,
     rows: Sequence[Row] | None = None,
     eval_rows: Sequence[Row] | None = None,
     dynamic_filter_fn: GroupFilter | None = None,
@@ -82,10 +83,10 @@ def main(
     """Train until the rows run out.
 
     ``rollout_fn_factory(setup)`` is called once and returns the rollout function, which is called
-    ``completions_per_prompt`` times for each row. ``rows`` take the place of ``config.dataset`` and
-    ``eval_rows`` that of ``config.eval_dataset``; neither is cut to the config's number of rows. A
-    group that ``dynamic_filter_fn(group)`` refuses is replaced by the next row's. Ctrl-C and
-    SIGTERM end the run cleanly.
+    ``completions_per_prompt`` times for each row; None takes ``config.rollout``. ``rows`` take the
+    place of ``config.dataset`` and ``eval_rows`` that of ``config.eval_dataset``; neither is cut to
+    the config's number of rows. A group that ``dynamic_filter_fn(group)`` refuses is replaced by
+    the next row's. Ctrl-C and SIGTERM end the run cleanly.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started.
@@ -96,6 +97,7 @@ def main(
         Exception: what a rollout function raised that no second try mends.
     """
     config.validate()
+    rollout_fn_factory = choose_rollout(config, rollout_fn_factory)
     rows = choose_rows(config, rows)
     eval_rows = choose_eval_rows(config, eval_rows)
     logger.warning(
@@ -205,3 +207,12 @@ async def train_step(loop: AsyncLoop) -> bool:
         # After its record: a resumed run drops the records of steps that its checkpoint lacks.
         await loop.save_if_due()
     return True
+
+
+def command(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Train with the settings that files and flags give; returns the exit code."""
+    return run_command(Config(), main, arguments, program=program)
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -18,6 +18,7 @@ gains differ. ``ig_weight=0`` is ``async_rl_loop``, to the bit.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,9 @@ from training.platform.run_infra import RunInfra
 from training.recipes import async_rl_loop
 from training.recipes.async_rl_loop import run_rows
 from training.rollouts.runner import GroupCredit, GroupFilter
+from training.rollouts.setup import choose_rollout
 from training.rollouts.validation import rollout_problems
-from training.run.command import recipe
+from training.run.command import recipe, run_command
 from training.run.state import RunSummary
 from training.samples.rollout import RolloutFnFactory, RolloutSetup
 from training.update.information_gain import (
@@ -64,7 +66,7 @@ class Config(TurnCreditConfig, async_rl_loop.Config):
 def main(
     config: Config,
     *,
-    rollout_fn_factory: RolloutFnFactory,
+    rollout_fn_factory: RolloutFnFactory | None = None,
     rows: Sequence[Row] | None = None,
     eval_rows: Sequence[Row] | None = None,
     dynamic_filter_fn: GroupFilter | None = None,
@@ -87,6 +89,7 @@ def main(
         Exception: what a rollout function raised that no second try mends.
     """
     config.validate()
+    rollout_fn_factory = choose_rollout(config, rollout_fn_factory)
     rows = choose_rows(config, rows)
     eval_rows = choose_eval_rows(config, eval_rows)
     if config.ig_weight == 0:
@@ -129,3 +132,12 @@ def _check_answers(rows: Sequence[Row]) -> None:
                 f"rows[{place}] must have a ground_truth, a text or a number, got {truth!r}: it is "
                 "what turns gain information about; or give main an answer_fn"
             )
+
+
+def command(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Train with the settings that files and flags give; returns the exit code."""
+    return run_command(Config(), main, arguments, program=program)
+
+
+if __name__ == "__main__":
+    sys.exit(command())

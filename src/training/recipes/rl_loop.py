@@ -22,7 +22,7 @@ from training.config.single_turn import SingleTurnConfig
 from training.config.validation import validate
 from training.data.given_rows import choose_eval_rows, choose_rows
 from training.data.rows import IndexedRow, Row
-from training.rewards import AnyReward, answer_reward, check_reward, guard_reward
+from training.rewards import AnyReward, check_reward, choose_reward
 from training.rollouts.single_turn import sample_row
 from training.run.begin import begin_run
 from training.run.command import recipe, run_command, run_until_signal
@@ -67,16 +67,16 @@ def main(
     config: Config,
     rows: Sequence[Row] | None = None,
     *,
-    reward_fn: AnyReward = answer_reward,
+    reward_fn: AnyReward | None = None,
     eval_rows: Sequence[Row] | None = None,
 ) -> RunSummary:
     """Train until the rows run out.
 
     ``rows`` replace ``config.dataset`` and ``eval_rows`` replace ``config.eval_dataset``; neither
     is cut to the config's number of rows. ``reward_fn(text, row)`` scores one completion; it may be
-    async, or guarded. A plain one is tried before anything is started (``config.try_reward``).
-    Ctrl-C and SIGTERM end the run cleanly: what was trained is in ``log_path``, and the platform is
-    taken down.
+    async, or guarded, and None takes ``config.reward``. A plain one is tried before anything is
+    started (``config.try_reward``). Ctrl-C and SIGTERM end the run cleanly: what was trained is in
+    ``log_path``, and the platform is taken down.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started, or the shape that the
@@ -87,7 +87,7 @@ def main(
     config.validate()
     rows = choose_rows(config, rows, needs_messages=True)
     eval_rows = choose_eval_rows(config, eval_rows, needs_messages=True)
-    reward_fn = guard_reward(config, reward_fn)
+    reward_fn = choose_reward(config, reward_fn)
     check_reward(config, reward_fn, rows, eval_rows)
     with begin_run(config, rows, eval_rows, max_concurrent=config.max_concurrent) as (infra, run):
         refuse_pipelined_trainer(config, infra.policy_profile)
@@ -152,9 +152,9 @@ async def train_step(loop: Loop[Config], window: SampledWindow) -> bool:
     return True
 
 
-def command(arguments: Sequence[str] | None = None) -> int:
-    """Train with the rl_loop recipe; every field of its config is a flag."""
-    return run_command(Config(), main, arguments, program="python -m training.recipes.rl_loop")
+def command(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Train with the settings that files and flags give; returns the exit code."""
+    return run_command(Config(), main, arguments, program=program)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from training.rewards.form import pattern_reward, soft_overlong_reward, tags_rew
 from training.rewards.guard import GuardedReward, guarded
 from training.rewards.mathematics import math_reward
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored
-from training.rewards.scoring import AnyReward, disagreements, guard_reward, scored
+from training.rewards.scoring import AnyReward, choose_reward, disagreements, guard_reward, scored
 
 __all__ = [
     "AnyReward",
@@ -28,6 +28,7 @@ __all__ = [
     "Unscored",
     "answer_reward",
     "check_reward",
+    "choose_reward",
     "disagreements",
     "exact_match",
     "guard_reward",

@@ -9,9 +9,11 @@ import logging
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hearth.errors import ConfigError
+from training.config.named import find_named
+from training.rewards.answers import answer_reward
 from training.rewards.guard import GuardedReward, guarded
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored, as_score
 
@@ -146,6 +148,33 @@ logger = logging.getLogger(__name__)
 
 MAX_REWARDS = 8
 """Reward functions with a time limit that run on this machine at once."""
+
+
+def find_reward(reward: str) -> AnyReward:
+    """The reward function that ``MODULE:FUNCTION`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = find_named("reward", reward)
+    if isinstance(found, type) and issubclass(found, ScoringReward):
+        raise ConfigError(f"reward must be an object of the class, got {reward!r}: name one")
+    return cast("AnyReward", found)
+
+
+def choose_reward(config: SingleTurnConfig, reward_fn: AnyReward | None) -> AnyReward:
+    """The reward function of a run, from the program or from ``config.reward``, guarded.
+
+    Raises:
+        ConfigError: both are given, or ``config.reward`` names none; or see ``guard_reward``.
+    """
+    if config.reward is None:
+        return guard_reward(config, answer_reward if reward_fn is None else reward_fn)
+    if reward_fn is not None:
+        raise ConfigError(
+            f"reward must be None where main gets a reward_fn, got {config.reward!r}: give one"
+        )
+    return guard_reward(config, find_reward(config.reward))
 
 
 def guard_reward(config: SingleTurnConfig, reward_fn: AnyReward) -> AnyReward:

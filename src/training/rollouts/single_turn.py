@@ -23,7 +23,7 @@ def check_prompt(config: SingleTurnConfig, tokenizer: Any, row: Row) -> None:
     Raises:
         ConfigError: the tokenizer has no chat template, or its template refuses the messages.
     """
-    name = config.deployment.tokenizer_model
+    name = config.merged_deployment.tokenizer_model
     try:
         tokenize_messages(tokenizer, prompt_messages(row))
     except ConfigError:

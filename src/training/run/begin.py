@@ -67,7 +67,7 @@ def begin_run(
     started = time.perf_counter()
     check_platform(config)
     check_trackers(config)
-    tokenizer = load_tokenizer(config.deployment)
+    tokenizer = load_tokenizer(config.merged_deployment)
     if isinstance(config, SingleTurnConfig) and rows:
         check_prompt(config, tokenizer, rows[0])
     trained_on = describe_training(config, rows)

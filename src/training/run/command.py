@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import inspect
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,6 +24,8 @@ import training
 from hearth.errors import HearthError
 from hearth.exit_codes import ExitCode, exit_code
 from hearth.telemetry import setup_logging
+from training.config.files import format_settings, read_settings_file
+from training.config.help import format_help
 from training.rewards.scoring import is_of_reward
 from training.rollouts.daemon_threads import DaemonThreads
 from training.run.state import RunSummary
@@ -68,14 +72,41 @@ def run_command(
     main: Callable[[ConfigT], Any],
     arguments: Sequence[str] | None,
     *,
-    program: str,
+    program: str | None = None,
     description: str | None = None,
 ) -> int:
-    """Parse the flags, each a field of ``default``, and run ``main``; returns the exit code."""
-    config = tyro.cli(
-        type(default), default=default, args=arguments, description=description, prog=program
-    )
-    return run_to_exit_code(lambda: main(config))
+    """Read settings files and flags, each a field of ``default``, and run ``main``.
+
+    Files come first, as ``@run.toml``; flags win over them. ``--help`` shows the settings that most
+    runs give, ``--help-all`` every one, ``--print-config`` prints them as a file.
+
+    Returns the exit code.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    module = type(default).__module__
+    summary = description or (inspect.getdoc(sys.modules[module]) or "").partition("\n\n")[0]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = program or f"python {sys.argv[0] if spec is None else f'-m {spec.name}'}"
+    if any(argument in ("-h", "--help") for argument in given):
+        sys.stdout.write(format_help(module, program, summary) + "\n")
+        return ExitCode.DONE
+
+    def parse_and_run() -> object:
+        config, flags = default, list(given)
+        while flags and flags[0].startswith("@"):
+            config = read_settings_file(config, flags.pop(0)[1:])
+        is_printed = "--print-config" in flags
+        flags = ["--help" if flag == "--help-all" else flag for flag in flags]
+        flags = [flag for flag in flags if flag != "--print-config"]
+        config = tyro.cli(
+            type(default), default=config, args=flags, description=summary, prog=program
+        )
+        if not is_printed:
+            return main(config)
+        sys.stdout.write(format_settings(config))
+        return None
+
+    return run_to_exit_code(parse_and_run)
 
 
 def run_to_exit_code(run: Callable[[], object]) -> int:

@@ -73,7 +73,7 @@ def describe_training(config: RecipeConfig, rows: Sequence[Row]) -> TrainedOn:
     settings = dict(flatten(plain)) | {
         "weight_sync_interval": int(config.sync.interval),
         "trainer.dtype": config.trainer.dtype,
-        "deployment.tokenizer_model": config.deployment.tokenizer_model,
+        "deployment.tokenizer_model": config.merged_deployment.tokenizer_model,
     }
     # As they come back from the file: tuples are lists, numbers of a type of ours are plain.
     settings = orjson.loads(orjson.dumps(settings, default=str, option=orjson.OPT_NON_STR_KEYS))

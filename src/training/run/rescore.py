@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import io
 import multiprocessing
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -26,8 +23,8 @@ from hearth.records.layout import RESCORED, list_files
 from hearth.records.reading import read_file, read_run_id
 from hearth.records.table import RUN_KEY, SCHEMA_KEY, SCHEMA_VERSION
 from training.data.rows import Row, load_rows
-from training.rewards.score import ScoringReward, Unscored, as_score
-from training.rewards.scoring import AnyReward, call_reward
+from training.rewards.score import Unscored, as_score
+from training.rewards.scoring import AnyReward, call_reward, find_reward
 from training.run.rescore_report import Pair, compare, describe
 from training.run.rescore_verb import RescoreOptions
 
@@ -92,30 +89,6 @@ def rescore_and_report(options: RescoreOptions, console: Console) -> Path:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
     return path
-
-
-def find_reward(reward: str) -> AnyReward:
-    """The reward function that ``MODULE:FUNCTION`` names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    module, _, attribute = reward.partition(":")
-    if not module or not attribute:
-        raise ConfigError(f"reward must be MODULE:FUNCTION, got {reward!r}")
-    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path has texts
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward must name a function, got {reward!r}: {error}") from None
-    if isinstance(found, type) and issubclass(found, ScoringReward):
-        raise ConfigError(f"reward must be an object of the class, got {reward!r}: name one")
-    if not callable(found):
-        raise ConfigError(f"reward must name a function, got {reward!r}, a {type(found).__name__}")
-    return cast("AnyReward", found)
 
 
 def find_rows(log_path: Path) -> Callable[[Mapping[str, Any]], Row]:

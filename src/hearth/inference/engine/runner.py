@@ -5,8 +5,9 @@ N layers, H kv heads, D head size.
 
 On the CPU in float32 the logits of a sequence do not depend on what else is in its forward, to the
 bit, while the hidden size is small (measured between batches, at any length; a plain forward of
-transformers gives the same bits on some CPUs, and others that round differently on others). For this, prompts of one padded length
-run together, decoding pads to ``MIN_ROWS`` slots, and attention reads ``key_span`` keys.
+transformers gives the same bits on some CPUs, and on others some that round differently). For this,
+prompts of one padded length run together, decoding pads to ``MIN_ROWS`` slots, and attention reads
+``key_span`` keys.
 """
 
 from __future__ import annotations
