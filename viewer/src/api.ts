@@ -234,9 +234,13 @@ export interface Answer<T> {
 
 /**
  * The answer of a URL, null for none. While the next URL's answer is under way the last one stays.
- * With `live` it is asked for again when that run grows ("*": any run).
+ * With `live` it is asked for again when that run grows ("*": any run). `fetchAll` asks for more with it.
  */
-export function useApi<T>(url: string | null, live?: string): Answer<T> {
+export function useApi<T>(
+  url: string | null,
+  live?: string,
+  fetchAll: (url: string, init: RequestInit) => Promise<T> = fetchJson<T>,
+): Answer<T> {
   const [answer, setAnswer] = useState<Answer<T> & { url: string | null }>({
     data: null,
     error: null,
@@ -257,7 +261,7 @@ export function useApi<T>(url: string | null, live?: string): Answer<T> {
       busy = true;
       stale.current = false;
       try {
-        const data = await fetchJson<T>(url, { signal: abort.signal });
+        const data = await fetchAll(url, { signal: abort.signal });
         if (!abort.signal.aborted) setAnswer({ data, error: null, pending: false, url });
       } catch (error) {
         if (!abort.signal.aborted)

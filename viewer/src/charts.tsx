@@ -122,6 +122,8 @@ export function Chart(props: ChartProps) {
   const plot = useRef<uPlot | null>(null);
   const latest = useRef(props);
   latest.current = props;
+  // A chart out of sight is drawn when it comes into sight.
+  const sight = useRef({ seen: true, missed: false });
   const dark = useDark();
   const empty = lines.every((line) => line.values.every((value) => value === null));
   const shape = lines.map((line) => `${line.label}${line.color}`).join() + (smoothing > 0);
@@ -129,9 +131,15 @@ export function Chart(props: ChartProps) {
   const showValue = (place: number | null) => {
     const line = latest.current.lines[0];
     if (!now.current || !line) return;
-    const values = plot.current?.data[latest.current.smoothing > 0 ? 2 : 1] ?? line.values;
-    const value = place === null ? lastNumber(values as Value[]) : (values[place] as Value);
+    const smoothed = () => smooth(line.values, latest.current.smoothing);
+    const value =
+      place === null ? lastNumber(smoothed()) : (plot.current?.data[latest.current.smoothing > 0 ? 2 : 1]?.[place] as Value);
     now.current.textContent = latest.current.lines.length > 1 ? "" : formatNumber(value);
+  };
+
+  const draw = () => {
+    sight.current.missed = false;
+    plot.current?.setData(joinLines(latest.current.lines, latest.current.smoothing));
   };
 
   useEffect(() => {
@@ -206,15 +214,22 @@ export function Chart(props: ChartProps) {
       chart.setSize({ width: element.clientWidth, height: chooseHeight(element.clientWidth) }),
     );
     observer.observe(element);
+    const watcher = new IntersectionObserver((entries) => {
+      sight.current.seen = entries[entries.length - 1]!.isIntersecting;
+      if (sight.current.seen && sight.current.missed) draw();
+    });
+    watcher.observe(element);
     return () => {
       observer.disconnect();
+      watcher.disconnect();
       chart.destroy();
       plot.current = null;
     };
   }, [shape, dark, empty]);
 
   useEffect(() => {
-    plot.current?.setData(joinLines(lines, smoothing));
+    if (sight.current.seen) draw();
+    else sight.current.missed = true;
     showValue(null);
   }, [lines, smoothing, range[0], range[1], props.marks, time]);
 

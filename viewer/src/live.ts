@@ -1,13 +1,13 @@
 // Server-sent events: a run's files grew, so what is shown is asked for again.
 import { useEffect, useState } from "preact/hooks";
 
-export interface Growth {
-  run: string;
-  step: number;
-  state: string;
-}
+// What is shown is asked for again at most this often, and not while nobody sees the page.
+const PAUSE_MS = 600;
 
-const listeners = new Set<(growth: Growth) => void>();
+const listeners = new Set<(run: string) => void>();
+const grown = new Set<string>();
+let timer = 0;
+let told = -PAUSE_MS;
 const watchers = new Set<(connected: boolean) => void>();
 let connected = false;
 let source: EventSource | null = null;
@@ -23,16 +23,26 @@ function connect(): void {
   source.onopen = () => setConnected(true);
   source.onerror = () => setConnected(false);
   source.onmessage = (event: MessageEvent<string>) => {
-    const growth = JSON.parse(event.data) as Growth;
-    for (const listener of listeners) listener(growth);
+    grown.add((JSON.parse(event.data) as { run: string }).run);
+    timer ||= setTimeout(tell, told + PAUSE_MS - performance.now());
   };
+  document.addEventListener("visibilitychange", tell);
+}
+
+function tell(): void {
+  timer = 0;
+  if (document.hidden || grown.size === 0) return;
+  told = performance.now();
+  const runs = [...grown];
+  grown.clear();
+  for (const run of runs) for (const listener of listeners) listener(run);
 }
 
 /** Call back when a run's files grow; `run` null means any run. */
 export function onGrowth(run: string | null, callback: () => void): () => void {
   connect();
-  const listener = (growth: Growth) => {
-    if (run === null || growth.run === run) callback();
+  const listener = (name: string) => {
+    if (run === null || name === run) callback();
   };
   listeners.add(listener);
   return () => void listeners.delete(listener);

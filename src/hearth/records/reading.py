@@ -21,7 +21,7 @@ from hearth.records.layout import (
     files_of_step,
     list_files,
 )
-from hearth.records.table import RUN_KEY, TOKEN_COLUMNS
+from hearth.records.table import ENTROPIES, RUN_KEY, TOKEN_COLUMNS
 
 Record = dict[str, Any]
 """A sample by column: numpy arrays by token, else plain values; None where there is none."""
@@ -100,7 +100,7 @@ def to_records(table: pa.Table) -> list[Record]:
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
         column = table.column(name)
-        if name in TOKEN_COLUMNS:
+        if name in TOKEN_COLUMNS or name == ENTROPIES:
             columns[name] = [_to_array(value) for value in column]
         elif name == "reward_parts":
             columns[name] = [None if parts is None else dict(parts) for parts in column.to_pylist()]

@@ -81,6 +81,8 @@ TOKEN_COLUMNS = tuple(
     field.name for field in SCHEMA if pa.types.is_list(field.type) and field.name != "seeds"
 )
 """The columns with a value for each token."""
+ENTROPIES = "entropies"
+"""A column of floats by token that the viewer shows where another program has added it."""
 SCALAR_COLUMNS = tuple(field.name for field in SCHEMA if field.name not in TOKEN_COLUMNS)
 """All other columns."""
 

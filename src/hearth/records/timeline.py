@@ -9,7 +9,7 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,10 +75,16 @@ def read_events(log_path: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["type"] == "event" and _is_event(entry)]
 
 
-def read_state(log_path: Path, now: float | None = None) -> RunState:
-    """Whether a run runs, from its files alone; ``now`` is a unix time."""
+def read_state(
+    log_path: Path, now: float | None = None, events: Sequence[Mapping[str, Any]] | None = None
+) -> RunState:
+    """Whether a run runs, from its files alone; ``now`` is a unix time.
+
+    Who has read the timeline already gives its ``events``, those of ``STARTS`` and ``ENDS`` at
+    least.
+    """
     now = time.time() if now is None else now
-    events = read_events(log_path)
+    events = read_events(log_path) if events is None else events
     updated = _last_change(log_path)
     starts = [event for event in events if event["name"] in STARTS]
     last = next((event for event in reversed(events) if event["name"] in (*STARTS, *ENDS)), None)
@@ -119,8 +125,9 @@ def _judge(last: Mapping[str, Any] | None, log_path: Path, quiet_s: float) -> St
         return "running" if quiet_s < REMOTE_AFTER_S else "killed"
     if not _is_alive(last):
         return "killed"
-    patience = max(STALLED_AFTER_S, STALLED_AFTER_STEPS * _median_step_s(log_path))
-    return "stalled" if quiet_s > patience else "running"
+    if quiet_s <= STALLED_AFTER_S:
+        return "running"
+    return "stalled" if quiet_s > STALLED_AFTER_STEPS * _median_step_s(log_path) else "running"
 
 
 def _is_alive(process: Mapping[str, Any]) -> bool:

@@ -28,7 +28,7 @@ from hearth.viewer.library import Library
 from hearth.viewer.live import Live
 from hearth.viewer.prompts import list_prompts, show_prompt
 from hearth.viewer.reports import report_of
-from hearth.viewer.run import RecordedRun
+from hearth.viewer.run import RecordedRun, stamp
 from hearth.viewer.samples import FILTERS, Samples, parse_count
 from hearth.viewer.timeline import MOST_SPANS
 from hearth.viewer.tokens import TokenReader
@@ -197,7 +197,8 @@ def _list_runs(viewer: Viewer) -> list[dict[str, Any]]:
 def _show_run(viewer: Viewer, request: Request) -> dict[str, Any]:
     run = viewer.run(request)
     counts = viewer.database.count_samples([run])
-    sizes = [file.path.stat().st_size for file in run.files() if file.path.exists()]
+    stamps = [stamp(file.path) for file in run.files()]
+    sizes = [at[1] for at in stamps if at is not None]
     damaged = viewer.database.list_damaged(run)
     return {
         **run.row(),

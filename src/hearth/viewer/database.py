@@ -12,13 +12,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow.parquet as pq
 
 from hearth.records.layout import SAMPLES
-from hearth.viewer.run import RecordedRun, stamp
+from hearth.viewer.run import RecordedRun, Stamp, stamp
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,13 @@ OTHERS = {
 COLUMNS = {**NUMBERS, **OTHERS}
 
 
+class _Counts(NamedTuple):
+    """How many samples a run's files have, as of a look at their folder."""
+
+    at: Stamp | None
+    rows: dict[tuple[Path, Stamp | None], int]
+
+
 class Database:
     """The connection, and the tables of the runs looked at last. Any thread may call it."""
 
@@ -90,7 +97,7 @@ class Database:
         self._lock = threading.Lock()
         self._tables: OrderedDict[Path, SampleTable] = OrderedDict()
         self._count = 0
-        self._counts: dict[Path, tuple[tuple[int, int, int] | None, int | None]] = {}
+        self._counts: dict[Path, _Counts] = {}
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """The rows of an answer."""
@@ -123,12 +130,16 @@ class Database:
         for run in runs:
             at = stamp(run.folder / SAMPLES)
             known = self._counts.get(run.folder)
-            if known is None or known[0] != at:
-                files = run.files()
-                count = sum(_count_rows(file.path) for file in files) if files else None
-                known = self._counts[run.folder] = (at, count)
-            if known[1] is not None:
-                counts[run.key] = known[1]
+            if known is None or known.at != at:
+                rows = known.rows if known is not None else {}
+                files = {(file.path, stamp(file.path)): file.path for file in run.files()}
+                rows = {
+                    key: rows[key] if key in rows else _count_rows(path)
+                    for key, path in files.items()
+                }
+                known = self._counts[run.folder] = _Counts(at, rows)
+            if known.rows:
+                counts[run.key] = sum(known.rows.values())
         return counts
 
     def list_damaged(self, run: RecordedRun) -> dict[str, str]:
@@ -174,11 +185,11 @@ class SampleTable:
         """Whether texts and prompts are in memory."""
         self.damaged: dict[str, str] = {}
         """Files that cannot be read, with why."""
-        self._files: dict[Path, tuple[int, tuple[int, int, int] | None]] = {}
+        self._files: dict[Path, tuple[int, Stamp | None]] = {}
         self._next_number = 0
         self._end = 0
         """Behind the last row id; ids of deleted rows are not used again."""
-        self._looked_at: tuple[int, int, int] | None = None
+        self._looked_at: Stamp | None = None
         self._found: OrderedDict[Any, str] = OrderedDict()
         columns = ", ".join(f'"{name}" {kind}' for name, kind in COLUMNS.items())
         database.query(
@@ -304,11 +315,9 @@ class SampleTable:
         self.database.query(f"DROP TABLE {staging}")
         self._files |= loaded
 
-    def _load(
-        self, target: str, paths: list[Path]
-    ) -> dict[Path, tuple[int, tuple[int, int, int] | None]]:
+    def _load(self, target: str, paths: list[Path]) -> dict[Path, tuple[int, Stamp | None]]:
         """Append the rows of files to a table; one that cannot be read is named as damaged."""
-        loaded: dict[Path, tuple[int, tuple[int, int, int] | None]] = {}
+        loaded: dict[Path, tuple[int, Stamp | None]] = {}
         parts = [paths[at : at + _FILES_AT_ONCE] for at in range(0, len(paths), _FILES_AT_ONCE)]
         while parts:
             part = parts.pop(0)

@@ -20,7 +20,9 @@ CONFIG = "config.json"
 _STATE_FOR_S = 1.0
 """How long a state holds while no file changes."""
 
-Signature = tuple[tuple[int, int, int] | None, ...]
+Stamp = tuple[int, int, int]
+"""Inode, size and time of change."""
+Signature = tuple[Stamp | None, ...]
 
 
 class RecordedRun:
@@ -34,7 +36,7 @@ class RecordedRun:
         self._timeline = RecordedTimeline(folder / TIMELINE)
         self._read_at: Signature = ()
         self._state: tuple[Signature, float, RunState] | None = None
-        self._objects: dict[str, tuple[tuple[int, int, int] | None, dict[str, Any]]] = {}
+        self._objects: dict[str, tuple[Stamp | None, dict[str, Any]]] = {}
 
     @property
     def key(self) -> str:
@@ -93,7 +95,8 @@ class RecordedRun:
             if known is None or known[0] != signature or now - known[1] > _STATE_FOR_S:
                 # A file that is gone within the look says nothing new.
                 try:
-                    state = read_state(self.folder, now)
+                    self.refresh()
+                    state = read_state(self.folder, now, self._timeline.turns)
                 except (OSError, HearthError, KeyError, TypeError, ValueError):
                     if known is None:
                         state = RunState("killed", None, None, None, 0.0, 0, None, None, "")
@@ -107,7 +110,11 @@ class RecordedRun:
         if not is_inside(self.folder, self.folder / SAMPLES):
             return []
         try:
-            return [file for file in list_files(self.folder) if is_inside(self.folder, file.path)]
+            return [
+                file
+                for file in list_files(self.folder)
+                if not file.path.is_symlink() or is_inside(self.folder, file.path)
+            ]
         except OSError:
             return []
 
@@ -206,7 +213,7 @@ def is_inside(folder: Path, path: Path) -> bool:
         return False
 
 
-def stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp(path: Path) -> Stamp | None:
     """What changes when a file or a folder's list of names does; None where there is none."""
     try:
         status = path.stat()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hearth.records.timeline import OLDER_CHECKPOINT, STARTS
+from hearth.records.timeline import ENDS, OLDER_CHECKPOINT, STARTS
 from hearth.viewer.lines import GrowingFile, Line, parse_object
 
 MOST_EVENTS = 20_000
@@ -29,6 +29,8 @@ class RecordedTimeline:
 
     def _forget(self) -> None:
         self.events: list[dict[str, Any]] = []
+        self.turns: list[dict[str, Any]] = []
+        """Those of them at which the run started, went on or ended; all, however many there are."""
         self.versions: list[tuple[int, int]] = []
         """Weight versions and the steps after which they were published."""
         self._places: dict[int, tuple[int, int]] = {}
@@ -50,7 +52,7 @@ class RecordedTimeline:
 
     def start(self) -> dict[str, Any]:
         """The event of the last start; {} where nothing is recorded."""
-        return next((event for event in reversed(self.events) if event["name"] in STARTS), {})
+        return next((event for event in reversed(self.turns) if event["name"] in STARTS), {})
 
     def seconds(self, time: float) -> float | None:
         """How long the run had run at a unix time, without the time between its sessions."""
@@ -122,9 +124,12 @@ class RecordedTimeline:
 
     def _add_event(self, line: Line) -> None:
         event = line.content
-        if not isinstance(event.get("name"), str) or len(self.events) >= MOST_EVENTS:
+        if not isinstance(event.get("name"), str):
             return
-        self.events.append(event)
+        if event["name"] in STARTS or event["name"] in ENDS:
+            self.turns.append(event)
+        if len(self.events) < MOST_EVENTS:
+            self.events.append(event)
         time, step = float(event["time"]), event.get("step")
         if event["name"] in STARTS:
             self._sessions.append([time, time])

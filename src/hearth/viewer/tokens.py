@@ -16,7 +16,7 @@ import numpy as np
 from hearth.errors import NotFoundError
 from hearth.records.layout import SAMPLES, VOCABULARY, SampleId
 from hearth.records.reading import Vocabulary, read_sample, read_vocabulary
-from hearth.records.table import SCALAR_COLUMNS
+from hearth.records.table import ENTROPIES, SCALAR_COLUMNS
 from hearth.viewer.lines import keep_exact
 from hearth.viewer.run import RecordedRun, is_inside, stamp
 
@@ -30,7 +30,7 @@ VALUES = {
     "advantage": "token_advantages",
     "clipped": "clipped",
     "version": "versions",
-    "entropy": "entropies",
+    "entropy": ENTROPIES,
 }
 """Values by token, each with its column."""
 _SETTINGS = (

@@ -5,6 +5,7 @@ import re
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.integration.viewer import made_up
@@ -254,6 +255,21 @@ async def test_a_sample_has_exact_tokens_and_aligned_values(viewer):
     assert sample["neighbors"] == {"previous": "train.3.4.0.0", "next": "train.3.4.2.0"}
     assert sample["reward_parts"] == {"correct": 0.0, "form": 0.5}
     assert sample["again"]["possible"] is False
+
+
+async def test_entropies_that_another_program_has_added_are_shown(tmp_path):
+    run = tmp_path / "run"
+    made_up.begin(run)
+    sample = made_up.make_sample("train", 1, 0, 0, "yes")
+    made_up.write_file(run, "train", 1, [sample])
+    path = run / "samples" / "train-000001.parquet"
+    entropies = [0.5] * len(sample["tokens"])
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("entropies", pa.array([entropies])), path)
+    async with open_viewer(run) as client:
+        shown = await ask(client, "/api/runs/run/samples/train.1.0.0.0")
+
+    assert shown["values"]["entropy"] == entropies
 
 
 async def test_a_conversation_is_cut_at_its_templates_marks(viewer):

@@ -1,6 +1,6 @@
 // A run's page: what it is, how far it came, its twelve curves and any other by search.
 import { useMemo } from "preact/hooks";
-import { runUrl, useApi, type RunDetail, type RunEvent, type Series } from "../api";
+import { fetchJson, runUrl, useApi, type RunDetail, type RunEvent, type Series } from "../api";
 import { formatCount, formatFixed, formatSeconds, formatTime } from "../format";
 import { chooseName, LEADING } from "../metrics";
 import { AxisControls, EventControls, Plots } from "../plots";
@@ -14,12 +14,13 @@ export function CurvesView({ run }: { run: RunDetail }) {
   const search = query.get("search") ?? "";
   const charts = useMemo(() => chooseCharts(run.metrics, search), [run.metrics.join(), search]);
   const names = charts.map(({ name }) => name).join(",");
-  const series = useApi<Series>(runUrl(run.key, `/series?names=${encodeURIComponent(names)}`), run.key);
-  const events = useApi<{ events: RunEvent[] }>(runUrl(run.key, "/events"), run.key);
-  const sources = useMemo(
-    () => (series.data ? [{ label: run.name, series: series.data, events: events.data?.events ?? [] }] : []),
-    [series.data, events.data],
+  const url = runUrl(run.key, `/series?names=${encodeURIComponent(names)}`);
+  // Both at once, so that the charts are drawn once.
+  const { data, error } = useApi<[Series, { events: RunEvent[] }]>(url, run.key, (url, init) =>
+    Promise.all([fetchJson<Series>(url, init), fetchJson<{ events: RunEvent[] }>(runUrl(run.key, "/events"), init)]),
   );
+  const [series, events] = [data?.[0], data?.[1].events ?? []];
+  const sources = useMemo(() => (series ? [{ label: run.name, series, events }] : []), [data]);
   const openStep = run.has_samples
     ? (step: number) => navigate(linkTo(run.key, "samples") + `?step_min=${step}&step_max=${step}`)
     : undefined;
@@ -38,10 +39,10 @@ export function CurvesView({ run }: { run: RunDetail }) {
           />
           <AxisControls />
           <span class="grow" />
-          <EventControls events={events.data?.events ?? []} />
+          <EventControls events={events} />
         </div>
-        {series.error && !series.data && <Failure text={series.error} />}
-        {series.data && series.data.steps.length === 0 && series.data.eval.steps.length === 0 ? (
+        {error && !series && <Failure text={error} />}
+        {series && series.steps.length === 0 && series.eval.steps.length === 0 ? (
           <Empty title="No step has ended yet">
             Curves begin with the first line of <code>metrics.jsonl</code>. This page shows it by itself.
           </Empty>
