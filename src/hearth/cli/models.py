@@ -59,11 +59,10 @@ def deploy(arguments: list[str]) -> int:
 
     def run() -> None:
         from hearth.sdk.deployment_config import DeploymentConfig
-        from hearth.sdk.deployments import DeploymentManager
 
         source = find_model(flags.model)
         id = flags.id or name_deployment(source)
-        manager = DeploymentManager(flags.key, flags.url, account_id=ACCOUNT)
+        manager = flags.open_deployments()
         console = Console(soft_wrap=True, highlight=False, markup=False)
         with flags.explain_absence():
             manager.create_or_get(
@@ -113,13 +112,12 @@ def name_deployment(model: str) -> str:
 
 
 def _chat(flags: ChatFlags) -> None:
-    from hearth.sdk.deployments import DeploymentManager
     from hearth.sdk.transport import Http
 
     source = find_model(flags.model)
     if source == flags.model and "/" not in source:
         with flags.explain_absence():
-            manager = DeploymentManager(flags.key, flags.url, account_id=ACCOUNT)
+            manager = flags.open_deployments()
             if manager.get(source) is None:
                 raise ConfigError(
                     f"model must be a folder, a hub id or a deployment at {flags.url}, got "

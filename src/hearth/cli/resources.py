@@ -78,6 +78,21 @@ class Platform:
                 "`hearth serve`, or say where it is with --base-url or HEARTH_URL"
             ) from None
 
+    def open_trainers(self) -> TrainerJobManager:
+        """A client of its trainer jobs, which soon says that no platform answers."""
+        from hearth.sdk.trainers import TrainerJobManager
+        from hearth.sdk.transport import RetryPolicy
+
+        return TrainerJobManager(self.key, ACCOUNT, self.url, retries=RetryPolicy(**_FEW_RETRIES))
+
+    def open_deployments(self) -> DeploymentManager:
+        """A client of its deployments, which soon says that no platform answers."""
+        from hearth.sdk.deployments import DeploymentManager
+        from hearth.sdk.transport import RetryPolicy
+
+        retries = RetryPolicy(**_FEW_RETRIES)
+        return DeploymentManager(self.key, self.url, account_id=ACCOUNT, retries=retries)
+
     def jobs(self) -> list[TrainerJob]:
         """Its trainer jobs."""
         from hearth.wire.fireworks import TrainerJobPage
@@ -186,10 +201,10 @@ def stop(arguments: list[str]) -> int:
 
     def run() -> None:
         if _kind(flags, flags.id) == "trainer":
-            _open_trainers(flags).cancel(flags.id)
+            flags.open_trainers().cancel(flags.id)
             message = f"trainer job {flags.id} is cancelled; its checkpoints are kept"
         else:
-            _open_deployments(flags).scale_to_zero(flags.id)
+            flags.open_deployments().scale_to_zero(flags.id)
             message = f"deployment {flags.id} is scaled to zero"
         Console().print(message, highlight=False, soft_wrap=True)
 
@@ -202,30 +217,15 @@ def start(arguments: list[str]) -> int:
 
     def run() -> None:
         if _kind(flags, flags.id) == "trainer":
-            _open_trainers(flags).resume(flags.id)
+            flags.open_trainers().resume(flags.id)
             message = f"trainer job {flags.id} starts, from its base weights: a client that resumes"
             message += " it loads its last checkpoint"
         else:
-            _open_deployments(flags).update(flags.id, min_replica_count=1, max_replica_count=1)
+            flags.open_deployments().update(flags.id, min_replica_count=1, max_replica_count=1)
             message = f"deployment {flags.id} starts"
         Console().print(f"{message}: hearth ps", highlight=False, soft_wrap=True)
 
     return exit_code(run)
-
-
-def _open_trainers(flags: Platform) -> TrainerJobManager:
-    from hearth.sdk.trainers import TrainerJobManager
-    from hearth.sdk.transport import RetryPolicy
-
-    return TrainerJobManager(flags.key, ACCOUNT, flags.url, retries=RetryPolicy(**_FEW_RETRIES))
-
-
-def _open_deployments(flags: Platform) -> DeploymentManager:
-    from hearth.sdk.deployments import DeploymentManager
-    from hearth.sdk.transport import RetryPolicy
-
-    retries = RetryPolicy(**_FEW_RETRIES)
-    return DeploymentManager(flags.key, flags.url, account_id=ACCOUNT, retries=retries)
 
 
 def _kind(flags: Platform, id: str) -> str:
