@@ -92,7 +92,9 @@ export interface SampleRow {
   mean_logprob: Value;
   version: number | null;
   parsed: boolean | null;
+  started: Value;
   sample_s: Value;
+  score_s: Value;
   text: string;
   prompt_end: string;
   /** Where `text` begins in the whole text; behind 0 it is the excerpt around a match. */

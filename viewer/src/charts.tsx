@@ -65,7 +65,7 @@ function drawMarks(plot: uPlot, marks: Mark[], colors: ReturnType<typeof canvasC
   ctx.save();
   for (const { x, event } of marks) {
     const left = plot.valToPos(x, "x", true);
-    const loud = event.name === "resume" || event.name === "failed" || event.name === "warning";
+    const loud = ["resume", "failed", "killed", "warning"].includes(event.name);
     // Signs of one kind that would touch are left out.
     if (
       left < bbox.left - 1 ||

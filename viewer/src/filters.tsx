@@ -27,6 +27,27 @@ const NAMES = [
   "rescored",
 ];
 
+/** All numbers of a sample, by which the table can be ordered. */
+export const NUMBERS: Record<string, string> = {
+  step: "Step",
+  index: "Group",
+  row: "Row",
+  epoch: "Epoch",
+  completion: "Answer",
+  segment: "Part",
+  reward: "Reward",
+  advantage: "Advantage",
+  length: "Length",
+  prompt_len: "Prompt length",
+  turns: "Turns",
+  tool_calls: "Tool calls",
+  mean_logprob: "Logprob",
+  version: "Version",
+  started: "Started",
+  sample_s: "Sampling, s",
+  score_s: "Scoring, s",
+};
+
 /** The part of a view's query that filters. */
 export function filterQuery(query: URLSearchParams): URLSearchParams {
   const filters = new URLSearchParams();
@@ -131,8 +152,32 @@ export function Filters({ run, query }: { run: RunDetail; query: URLSearchParams
         </div>
       </section>
       <section class="pair">
+        <label class="field">
+          Order by
+          <select
+            value={query.get("sort") ?? "step"}
+            onChange={(event) => setQuery({ sort: event.currentTarget.value, descending: "1" })}
+          >
+            {Object.entries(NUMBERS).map(([name, title]) => (
+              <option key={name} value={name}>
+                {title}
+              </option>
+            ))}
+            {query.has("rescored") && <option value="rescored">Rescored</option>}
+          </select>
+        </label>
+        <label class="field">
+          First
+          <select
+            value={query.get("descending") === "0" ? "0" : "1"}
+            onChange={(event) => setQuery({ descending: event.currentTarget.value })}
+          >
+            <option value="1">largest</option>
+            <option value="0">smallest</option>
+          </select>
+        </label>
         <Choice query={query} name="kind" title="Kind" values={["train", "eval"]} />
-        <Choice query={query} name="finish_reason" title="Finish" values={["stop", "length"]} />
+        <Choice query={query} name="finish_reason" title="Finish" values={["stop", "length", "tool_calls"]} />
         <Choice query={query} name="parsed" title="Parsed" values={["true", "false"]} />
         {run.rescored.length > 0 && <Choice query={query} name="rescored" title="Rescored by" values={run.rescored} />}
         <label class="field">

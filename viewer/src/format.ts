@@ -4,6 +4,10 @@ export const DASH = "–";
 /** A number with at most four significant digits. */
 export function formatNumber(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
+  return shorten(value).replaceAll("-", "−");
+}
+
+function shorten(value: number): string {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e6 || size < 1e-3)

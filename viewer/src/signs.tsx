@@ -7,6 +7,7 @@ const DIAMOND = "M6 .8 11.2 6 6 11.2.8 6z";
 const TRIANGLE = "M6 1.2 11.2 10.6H.8z";
 const PAUSE = "M2.5 2h2.4v8H2.5zM7.1 2h2.4v8H7.1z";
 const TICK = "M5.2 1h1.6v10H5.2z";
+const BAR = "M1.5 4.6h9v2.8h-9z";
 const EQUAL = "M2 3.2h8v1.7H2zM2 7.1h8v1.7H2z";
 const FUNNEL = "M1.5 2h9L7.2 6.3V10l-2.4-1.3V6.3z";
 const SCISSORS = "M1.5 5.2h6V2.4L11 6 7.5 9.6V6.8h-6z";
@@ -43,6 +44,7 @@ export const EVENTS: Record<string, string> = {
   resume: TRIANGLE,
   end: CHECK,
   failed: CROSS,
+  killed: BAR,
   checkpoint: SQUARE,
   weight_sync: TICK,
   eval: RING,

@@ -37,6 +37,8 @@ class RecordedTimeline:
         self._resumes: list[tuple[int, int]] = []
         self._ends: dict[int, float] = {}
         self._sessions: list[list[float]] = []
+        self._kills: list[tuple[float, int]] = []
+        """The last moments of sessions that did not end by themselves, and their last steps."""
 
     def refresh(self) -> None:
         """Read what was appended, or all of a file that was replaced."""
@@ -80,8 +82,8 @@ class RecordedTimeline:
         return self._sessions[0][0] if self._sessions else None
 
     def list_events(self) -> list[dict[str, Any]]:
-        """All events as the API gives them."""
-        return [
+        """All events as the API gives them, and where a session ended without saying so, a kill."""
+        events = [
             {
                 "time": event["time"],
                 "seconds": self.seconds(event["time"]),
@@ -91,6 +93,17 @@ class RecordedTimeline:
             }
             for event in self.events
         ]
+        kills = [
+            {
+                "time": end,
+                "seconds": self.seconds(end),
+                "step": step,
+                "name": "killed",
+                "text": "the run's process was gone",
+            }
+            for end, step in self._kills
+        ]
+        return sorted(events + kills, key=lambda event: event["time"])
 
     def spans(self, first: int, last: int) -> list[dict[str, Any]]:
         """The spans of the steps from ``first`` to ``last``, as they were written, by start."""
@@ -127,6 +140,8 @@ class RecordedTimeline:
         if not isinstance(event.get("name"), str):
             return
         if event["name"] in STARTS or event["name"] in ENDS:
+            if event["name"] in STARTS and self.turns and self.turns[-1]["name"] in STARTS:
+                self._kills.append((self._sessions[-1][1], max(self._places, default=0)))
             self.turns.append(event)
         if len(self.events) < MOST_EVENTS:
             self.events.append(event)

@@ -125,6 +125,19 @@ def test_a_filtered_table_is_restored_from_its_url(page: Page) -> None:
     assert page.ask("return document.querySelector('input[type=search]').value") == "and 7 is"
 
 
+def test_samples_are_ordered_by_a_number_that_has_no_column_of_its_own(page: Page) -> None:
+    first = "document.querySelector('.table-row')?.innerText.trim().split(/\\s/)[0]"
+    for name, title, direction, step in (
+        ("started", "Started", "ascending", "1"),
+        ("started", "Started", "descending", "12"),
+        ("score_s", "Scoring, s", "descending", "1"),
+    ):
+        descending = int(direction == "descending")
+        page.open(f"/run/plain/samples?sort={name}&descending={descending}")
+        head = f"document.querySelector('[aria-sort={direction}]')?.innerText.includes('{title}')"
+        page.wait(f"return {head} && {first} === '{step}'")
+
+
 def test_a_regular_expression_that_is_none_is_explained(page: Page) -> None:
     page.open("/run/plain/samples?regex=sum%20of%20%28")
     page.wait("return document.querySelector('[role=alert]')?.innerText")

@@ -90,6 +90,9 @@ async def test_time_between_a_kill_and_a_resume_does_not_count(tmp_path):
     assert run["resumes"] == 1
     assert run["duration_s"] == pytest.approx(5.9 + 2)
     assert events[-1]["seconds"] == pytest.approx(5.9)
+    killed, resume = events[-2:]
+    assert (killed["name"], killed["step"], killed["seconds"]) == ("killed", 2, pytest.approx(5.9))
+    assert (resume["name"], resume["step"]) == ("resume", 1)
     recorded = [span["name"] for span in spans if span["name"] != "completion"]
     assert recorded == ["again"]  # those before the resume do not count
 

@@ -62,10 +62,9 @@ export function RunsView() {
     `${run.name} ${run.recipe} ${run.base_model}`.toLowerCase().includes(search.toLowerCase()),
   );
   const runs = sortRuns(matching, sort.name, sort.descending);
-  const fields = [...new Set(data.runs.flatMap((run) => Object.keys(run.differs)))].slice(
-    0,
-    Math.max(0, Math.min(6, Math.floor((width - PLAIN_WIDTH) / FIELD_WIDTH))),
-  );
+  const differing = [...new Set(data.runs.flatMap((run) => Object.keys(run.differs)))];
+  const fields = differing.slice(0, Math.max(0, Math.min(6, Math.floor((width - PLAIN_WIDTH) / FIELD_WIDTH))));
+  const left = differing.slice(fields.length);
   const toggle = (run: Run) =>
     setChosen((last) =>
       last.includes(run.key) ? last.filter((id) => id !== run.key) : [...last, run.key].slice(-MOST),
@@ -188,6 +187,11 @@ export function RunsView() {
           value={search}
           onInput={(event) => setQuery({ search: event.currentTarget.value })}
         />
+        {left.length > 0 && (
+          <span class="faint small" title={left.join("\n")}>
+            {left.length} more {left.length === 1 ? "setting differs" : "settings differ"}
+          </span>
+        )}
         <span class="grow" />
         <span class="faint small">
           {chosen.length === 0 ? "Choose two to eight runs to compare them" : `${chosen.length} chosen`}

@@ -1,7 +1,7 @@
 // All samples of a run: filters, search, order, and the way to a sample, its group and its prompt.
 import { runUrl, type RunDetail, type SampleRow } from "../api";
-import { clearFilters, countFilters, filterQuery, Filters, SearchField } from "../filters";
-import { DASH, formatCount, formatFixed, formatSigned } from "../format";
+import { clearFilters, countFilters, filterQuery, Filters, NUMBERS, SearchField } from "../filters";
+import { DASH, formatCount, formatFixed, formatNumber, formatSigned, formatTime } from "../format";
 import { useKeys } from "../keys";
 import { usePages } from "../pages";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
@@ -52,7 +52,7 @@ export function SamplesView({ run }: { run: RunDetail }) {
         )}
         <span class="grow" />
         <span class="faint small">
-          {pages.total === null ? "" : `${formatCount(pages.total)} of ${formatCount(run.samples)}`}
+          {pages.total === null ? (pages.error ? "" : "Loading the samples") : `${formatCount(pages.total)} of ${formatCount(run.samples)}`}
           {pages.queryMs !== null && ` · ${Math.max(1, Math.round(pages.queryMs))} ms`}
         </span>
         <Exports run={run} filters={filters} />
@@ -71,7 +71,7 @@ export function SamplesView({ run }: { run: RunDetail }) {
           <Table
             key={filters.toString() + sort.name + sort.descending}
             label="Samples"
-            columns={makeColumns(run, rescored, room)}
+            columns={makeColumns(run, rescored, room, sort.name)}
             total={pages.total ?? 0}
             row={pages.row}
             onSight={pages.onSight}
@@ -93,7 +93,29 @@ export function SamplesView({ run }: { run: RunDetail }) {
   );
 }
 
-function makeColumns(run: RunDetail, rescored: string | null, room: number): Column<SampleRow>[] {
+/** The columns that there is room for, and the one that the rows are ordered by. */
+function makeColumns(run: RunDetail, rescored: string | null, room: number, sort: string): Column<SampleRow>[] {
+  const columns = listColumns(run, rescored, room);
+  const title = NUMBERS[sort];
+  if (!title || columns.some(({ name }) => name === sort)) return columns;
+  const ordering: Column<SampleRow> = {
+    name: sort,
+    title,
+    width: sort === "started" ? "112px" : "88px",
+    number: true,
+    sortable: true,
+    render: (row) => formatAny(row[sort as keyof SampleRow], sort),
+  };
+  const place = columns.findIndex(({ name }) => name === "prompt" || name === "text");
+  return columns.toSpliced(place, 0, ordering);
+}
+
+function formatAny(value: unknown, name: string): string {
+  if (typeof value !== "number") return DASH;
+  return name === "started" ? formatTime(value).slice(5) : formatNumber(value);
+}
+
+function listColumns(run: RunDetail, rescored: string | null, room: number): Column<SampleRow>[] {
   const columns: (Column<SampleRow> | false)[] = [
     {
       name: "step",
