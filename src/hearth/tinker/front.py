@@ -208,9 +208,7 @@ class Front:
             NotFoundError: there is no such session.
             ClosedError: it has ended.
         """
-        if session_id not in self._beats:
-            await self._find_session(owner, session_id)
-        self._beats[session_id] = self._clock()
+        await self._find_session(owner, session_id)
 
     async def end_session(self, owner: str, session_id: str) -> None:
         """End a session: its runs are unloaded, what it saved stays; raises as ``beat``."""
@@ -365,12 +363,12 @@ class Front:
             raise RequestError(f"path must be of external_weights, got {path[:200]!r}")
         base = await _on_thread(self.bases.find, facts.base_model)
         folder = base.export_folder(facts.identity)
-        expires_s = time.time() + _LINK_S
-        self._links = {k: v for k, v in self._links.items() if v[1] > time.time()}
+        now_s = self._clock()
+        self._links = {k: v for k, v in self._links.items() if v[1] > now_s}
         token = secrets.token_urlsafe(32)
-        self._links[token] = (folder, expires_s)
+        self._links[token] = (folder, now_s + _LINK_S)
         names = sorted(each.name for each in await _on_thread(lambda: list(folder.iterdir())))
-        return {name: f"{token}/{name}" for name in names}, expires_s
+        return {name: f"{token}/{name}" for name in names}, time.time() + _LINK_S
 
     def find_link(self, token: str, name: str) -> Path:
         """The file of a link; whoever has the link may read it.
@@ -379,7 +377,12 @@ class Front:
             NotFoundError: there is no such link, or it has expired.
         """
         folder, expires_s = self._links.get(token, (None, 0.0))
-        if folder is None or expires_s < time.time() or not (folder / name).is_file():
+        is_name = Path(name).name == name
+        if (
+            folder is None
+            or expires_s < self._clock()
+            or not (is_name and (folder / name).is_file())
+        ):
             raise NotFoundError(
                 "link must be one that was given out within the hour: ask for a new one"
             )

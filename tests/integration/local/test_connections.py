@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 
 import pytest
 from starlette.requests import ClientDisconnect
 from tests.waiting import until
 
-from hearth.local.connections import LEAST_BODY, make_protocol
+from hearth.local.connections import LEAST_BODY, make_protocol, raise_descriptor_limit
 from hearth.wire.http_server import HttpServer
 
 HEAD_S = 0.5
@@ -244,3 +245,16 @@ async def test_a_wait_that_is_cancelled_as_bytes_arrive_is_no_error_and_others_a
 
     (error,) = [record for record in caplog.records if record.name == "asyncio"]
     assert "Exception in callback bytes.decode" in error.message
+
+
+def test_connections_leave_descriptors_for_files_and_the_limit_is_raised_for_them():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        connections = raise_descriptor_limit()
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert raised == (hard, hard)
+    assert hard - 2 * connections in (256, 257), "two for each: the client's, and one to a worker"

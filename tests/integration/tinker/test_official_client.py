@@ -357,7 +357,12 @@ def test_saved_weights_are_listed_published_kept_for_a_while_and_deleted(served,
     assert read_logprobs(copy.forward(make_data(1), "cross_entropy").result()) == read_logprobs(
         client.forward(make_data(1), "cross_entropy").result()
     )
+    for change in ("unpublish_checkpoint_from_tinker_path", "delete_checkpoint_from_tinker_path"):
+        with pytest.raises(tinker.NotFoundError):
+            getattr(other, change)(path).result()
     rest.unpublish_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.NotFoundError):
+        other.get_weights_info_by_tinker_path(path).result()
     rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
     (mine,) = [
         each
@@ -393,7 +398,10 @@ def test_a_downloaded_adapter_is_one_that_peft_loads(served, service, tmp_path: 
     theirs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     own = torch.tensor(ours.loss_fn_outputs[0]["logprobs"].tolist())
     assert torch.allclose(own, theirs, atol=1e-4)
-    assert httpx.get(next(iter(urls.values()))[:-30] + "x", timeout=60).status_code == 404
+    for url in urls.values():
+        start, token, name = url.rsplit("/", 2)
+        assert httpx.get(f"{start}/{token[:-1]}/{name}", timeout=60).status_code == 404
+        assert httpx.get(f"{start}/{token}/x{name}", timeout=60).status_code == 404
     with pytest.raises(tinker.NotFoundError):
         tinker.RestClient(base_url=served.url, api_key=BOB).get_external_weights_urls(path).result()
 
@@ -413,6 +421,43 @@ def test_runs_of_another_key_do_not_exist(served, service) -> None:
     assert ask("retrieve_future", {"request_id": f"create:{info.model_id}"}, BOB) == 404
     assert ask("get_info", {"model_id": info.model_id}, ALICE) == 200
     assert ask("get_info", {"model_id": info.model_id}, "tml-wrong") == 401
+
+
+def test_sessions_samplers_and_samples_of_another_key_do_not_exist(served, service) -> None:
+    service.create_sampling_client(base_model=BASE)  # its deployment runs from now on
+
+    def post(path: str, key: str, **body: Any) -> httpx.Response:
+        url, headers = f"{served.url}/api/v1/{path}", {"x-api-key": key}
+        answer = httpx.post(url, json=body, headers=headers, timeout=60)
+        while answer.status_code == 408:
+            answer = httpx.post(url, json=body, headers=headers, timeout=60)
+        return answer
+
+    session_id = post("create_session", ALICE, tags=[]).json()["session_id"]
+    opening = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
+    assert post("create_sampling_session", BOB, **opening).status_code == 404
+    sampler_id = post("create_sampling_session", ALICE, **opening).json()["sampling_session_id"]
+    asked = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+        "sampling_params": {"max_tokens": 1000, "stop": [], "seed": 1},
+        "sampling_session_id": sampler_id,
+        "seq_id": 1,
+    }
+    assert post("asample", BOB, **asked).status_code == 404
+    request_id = post("asample", ALICE, **asked).json()["request_id"]
+
+    others = post("retrieve_future", BOB, request_id=request_id)
+    none = post("retrieve_future", BOB, request_id=f"sample:{sampler_id}:2")
+    assert others.status_code == none.status_code == 410  # a result is kept for a while only
+    post("cancel_future", BOB, request_id=request_id)
+    assert post("retrieve_future", ALICE, request_id=request_id).status_code == 200
+    assert post("session_heartbeat", BOB, session_id=session_id).status_code == 404
+    assert post(f"sessions/{session_id}/finish", BOB).status_code == 404
+    url = f"{served.url}/api/v1/sessions"
+    shown = {
+        key: httpx.get(url, headers={"x-api-key": key}, timeout=60).text for key in (ALICE, BOB)
+    }
+    assert [session_id in shown[key] for key in (ALICE, BOB)] == [True, False]
 
 
 def test_what_is_wrong_fails_its_own_future_and_the_run_goes_on(service) -> None:

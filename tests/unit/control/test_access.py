@@ -185,6 +185,10 @@ async def test_who_changes_what_is_written_down_with_how_it_was_answered(
     await http.post("/v1/completions", json={"model": "d"}, headers=BOB)
     await http.delete(f"{DEPLOYMENTS}/d", headers=ALICE)
     await http.delete(f"{DEPLOYMENTS}/d", headers={"x-api-key": "wrong"})
+    saved = "/api/v1/training_runs/r/checkpoints/weights/w"
+    for path in ("/api/v1/create_session", "/api/v1/create_model", "/api/v1/forward", saved):
+        await http.post(path, json={}, headers=BOB)
+    await http.delete(saved, headers=BOB)
 
     lines = read_audit(tmp_path)
     found = [(line["key"], line["method"], line["path"], line["status"]) for line in lines]
@@ -193,6 +197,10 @@ async def test_who_changes_what_is_written_down_with_how_it_was_answered(
         ("bob", "PATCH", f"{DEPLOYMENTS}/d", 400),
         ("bob", "POST", "/hot_load/v1/models/hot_load", 200),
         ("alice", "DELETE", f"{DEPLOYMENTS}/d", 200),
+        # Tinker's API, which this platform has none of.
+        ("bob", "POST", "/api/v1/create_session", 404),
+        ("bob", "POST", "/api/v1/create_model", 404),
+        ("bob", "DELETE", saved, 404),
     ]
     assert lines[0]["query"] == "deploymentId=d"
     assert lines[0]["address"] == "127.0.0.1"

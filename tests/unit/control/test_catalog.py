@@ -210,3 +210,25 @@ async def test_models_are_listed_by_account(ask, plane):
     for account, count in (("-", len(plane.context.catalog.models)), ("me", 0)):
         _, listed = await ask("GET", f"/v1/accounts/{account}/models")
         assert len(listed["models"]) == count
+
+
+def test_where_folders_may_not_be_named_none_is_found_under_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner/model").mkdir(parents=True)
+    catalog = read_catalog(allow_folders=False)
+
+    for name in (
+        str(tmp_path),
+        "owner/model",
+        "owner",
+        "./owner",
+        "~",
+        "..",
+        "/etc/passwd",
+        "a/b/c",
+    ):
+        with pytest.raises(ConfigError, match="must be a registered name or a hub id on this plat"):
+            catalog.find_model(name)
+        with pytest.raises(ConfigError, match=r"^tokenizer must be a registered name or a hub id"):
+            catalog.check_source(name, "tokenizer")
+    assert catalog.find_model("owner/other").source == "owner/other"

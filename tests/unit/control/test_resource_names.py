@@ -95,7 +95,8 @@ async def test_odd_names_in_bodies_are_refused(outside, job, base):
     promote = "checkpoints/s:promote"
     for odd in ("../outside", "/etc/passwd", "a" * 5000, "ü模", "a\0b", "a\nb", "", ".", "a/../b"):
         model = {"output_model": f"accounts/me/models/{odd}", "base_model": base}
-        await refused(outside, "POST", promote, model | {"trainer_job_id": "j"})
+        message = await refused(outside, "POST", promote, model | {"trainer_job_id": "j"})
+        assert message.startswith("output_model must be accounts/me/models/ID with 1 to 63 of a-z")
         known = {"output_model": "accounts/me/models/m", "base_model": base}
         await refused(outside, "POST", promote, known | {"trainer_job_id": odd})
         attached = {"baseModel": base, "hotLoadTrainerJob": odd or "/"}

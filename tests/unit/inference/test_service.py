@@ -283,8 +283,9 @@ async def test_a_body_that_is_no_json_is_answered_400(site):
     [
         (PATH, {"prompt": "a" * 500}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 400}]}),
+        ("/v1/tokenize", {"prompt": "a" * 400}),
     ],
-    ids=["completion", "chat"],
+    ids=["completion", "chat", "tokenize"],
 )
 async def test_texts_are_tokenized_beside_the_event_loop(start, tokenizer, path, fields):
     threads = []

@@ -18,6 +18,7 @@ from hearth.models.loading import (
     load_model,
     load_tokenizer,
 )
+from training.quickstart import MODEL
 
 IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
 
@@ -183,4 +184,32 @@ class OwnModel(Qwen3ForCausalLM): config_class = OwnConfig
     assert not mark.exists()
 
     assert type(load_model(folder, trust_remote_code=True).module).__name__ == "OwnModel"
+    assert mark.exists()
+
+
+def test_a_tokenizers_own_code_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder, mark = tmp_path / "own", tmp_path / "it-ran"
+    folder.mkdir()
+    shutil.copy(MODEL / "tokenizer.json", folder)
+    code = f"""
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+Path({str(mark)!r}).touch()
+class OwnTokenizer(PreTrainedTokenizerFast): pass
+"""
+    (folder / "own.py").write_text(code)
+    names = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    with pytest.raises(ConfigError, match="custom code"):
+        load_tokenizer(folder)
+    assert not mark.exists()
+
+    assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "OwnTokenizer"
     assert mark.exists()

@@ -132,3 +132,28 @@ def test_sampling_asks_its_session_what_to_sample_from(tmp_path: Path) -> None:
         assert "base_model must be absent" in result.decode()
 
     run(tmp_path, work)
+
+
+def test_a_link_to_a_download_ends_after_an_hour_and_opens_one_folder(tmp_path: Path) -> None:
+    async def work(front: Front, clock: Clock) -> None:
+        saved = SAVED.model_copy(update={"kind": "external_weights"})
+        front.saved.put(saved)
+        folder = front.bases.find(BASE).export_folder(saved.identity)
+        folder.mkdir(parents=True)
+        (folder / "adapter.safetensors").touch()
+        (folder.parent / "secret").touch()
+        with pytest.raises(NotFoundError):
+            await front.list_links("bob", saved.path)
+        links, _ = await front.list_links("alice", saved.path)
+        token, name = links["adapter.safetensors"].split("/")
+
+        clock.now_s = 3600
+        assert front.find_link(token, name) == folder / name
+        for odd in ((token[:-1], name), ("", name), (token, "../secret"), (token, "..")):
+            with pytest.raises(NotFoundError):
+                front.find_link(*odd)
+        clock.now_s = 3601
+        with pytest.raises(NotFoundError, match="within the hour"):
+            front.find_link(token, name)
+
+    run(tmp_path, work)

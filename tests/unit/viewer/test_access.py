@@ -175,6 +175,8 @@ def test_the_database_reads_nothing_but_the_named_folders(tmp_path, runs):
             database.query(sql)
     with pytest.raises(duckdb.Error):
         database.query("SET enable_external_access = true")
+    with pytest.raises(duckdb.InvalidInputException, match="locked"):
+        database.query("SET memory_limit = '9GB'")
     assert not (tmp_path / "out.csv").exists()
 
 
