@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ CURVES = (
     "rollout/truncated_ratio,signal/useful_row_ratio,perf/rollout_samples_per_s"
 )
 """What the page of a run draws first."""
+PAUSE_S = 0.6
+"""The page asks again at most this often (``viewer/src/live.ts``)."""
 LOGPROBS = ("behavior_logprobs", "policy_logprobs", "old_logprobs", "ref_logprobs")
 
 
@@ -116,22 +119,28 @@ def _follow(url: str) -> Iterator[Callable[[], dict[str, float]]]:
     """Ask for what the page of curves asks for, each time that the run grew."""
     address = httpx.URL(url)
     headers = {"authorization": f"Bearer {address.params['key']}"}
+    client = httpx.Client(base_url=address.join("/"), headers=headers, timeout=60)
+    grew = threading.Event()
     count = 0
 
-    def follow() -> None:
-        nonlocal count
-        with (
-            contextlib.suppress(httpx.HTTPError),
-            httpx.Client(base_url=address.join("/"), headers=headers, timeout=60) as client,
-            client.stream("GET", "/api/live", timeout=None) as events,
-        ):
+    def listen() -> None:
+        with contextlib.suppress(httpx.HTTPError), client.stream("GET", "/api/live") as events:
             for line in events.iter_lines():
                 if line.startswith("data:"):
-                    for path in ("", f"/series?names={CURVES}", "/events"):
-                        client.get(f"/api/runs/run{path}")
-                    count += 1
+                    grew.set()
 
-    threading.Thread(target=follow, daemon=True).start()
+    def ask() -> None:
+        nonlocal count
+        with contextlib.suppress(httpx.HTTPError):
+            while grew.wait():
+                grew.clear()
+                for path in ("", f"/series?names={CURVES}", "/events"):
+                    client.get(f"/api/runs/run{path}")
+                count += 1
+                time.sleep(PAUSE_S)
+
+    for work in (listen, ask):
+        threading.Thread(target=work, daemon=True).start()
     yield lambda: {"refreshes": float(count), "browser_s": 0.0}
 
 
