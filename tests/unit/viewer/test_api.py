@@ -510,6 +510,7 @@ def test_the_documentation_has_every_route_and_parameter():
         ("(?:a|b)cde", "cde"),
         (r"\(ab(c", "ab"),
         ("[(|]abc", "abc"),
+        ("ab{c|d}", ""),
     ],
 )
 def test_the_text_that_a_pattern_needs_is_in_all_that_it_finds(regex, literal):
