@@ -16,7 +16,7 @@ class AsyncConfig(RecipeConfig):
     """Settings of ``async_rl_loop``, and of every recipe whose rollouts run beside training."""
 
     dataset: str = ""
-    """Rows to train on where ``main`` gets none: JSONL path or http(s) URL, an object per line."""
+    """Rows to train on where ``main`` gets none, in the forms that rl_loop reads; any objects."""
     shuffle: bool = True
     """Give each epoch its own order."""
 

@@ -47,7 +47,11 @@ class RecipeConfig:
     base_model: str = "accounts/fireworks/models/qwen3-8b"
     """Model to start from: a registered name, a folder or a hub id."""
     dataset: str = GSM8K_SAMPLE
-    """Rows to train on: JSONL path or http(s) URL, lines of {messages, ground_truth}."""
+    """Rows to train on, each {messages, ground_truth}: a JSONL, Parquet or CSV file, a folder of
+    them, an http(s) URL of JSONL, or hf:ORG/NAME[/CONFIG][:SPLIT] of the Hugging Face hub."""
+    columns: dict[str, str] = field(default_factory=dict[str, str])
+    """Which column of the dataset a field of the row is, as {"messages": "question"}; a text there
+    is one message of the user. Held-out rows too."""
     max_rows: int | None = None
     """Number of dataset rows to use, the first ones; None uses all."""
     epochs: int = 1
@@ -167,7 +171,7 @@ class RecipeConfig:
     a job or a running deployment that you name goes on running."""
 
     eval_dataset: str | None = None
-    """Held-out rows, JSONL path or URL; None evaluates nothing."""
+    """Held-out rows, in the forms of dataset; None evaluates nothing."""
     eval_every: int = 0
     """Optimizer steps per evaluation; 0 evaluates at the start and the end only."""
     eval_rows: int = 256

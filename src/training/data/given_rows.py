@@ -22,7 +22,9 @@ def choose_rows(
     if rows is None and not config.dataset:
         raise ConfigError("rows must be given where config.dataset is empty, got neither")
     if rows is None:
-        return load_rows(config.dataset, config.max_rows, needs_messages=needs_messages)
+        return load_rows(
+            config.dataset, config.max_rows, columns=config.columns, needs_messages=needs_messages
+        )
     checked = _check_rows(rows, "rows", needs_messages)
     if not checked:
         raise ConfigError("rows must hold at least one row, got []")
@@ -42,7 +44,11 @@ def choose_eval_rows(
     if config.eval_dataset is None:
         return []
     return load_rows(
-        config.eval_dataset, config.eval_rows, needs_messages=needs_messages, setting="eval_rows"
+        config.eval_dataset,
+        config.eval_rows,
+        columns=config.columns,
+        needs_messages=needs_messages,
+        setting="eval_rows",
     )
 
 

@@ -1,4 +1,4 @@
-"""Dataset rows: JSON lines with ``messages`` and ``ground_truth``, from a path or a URL."""
+"""Dataset rows: objects with ``messages`` and ``ground_truth``, and the order they train in."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 
 from hearth.errors import ConfigError
+from training.data.sources import open_dataset
 
 logger = logging.getLogger(__name__)
 
@@ -24,52 +23,65 @@ def load_rows(
     dataset: str,
     max_rows: int | None = None,
     *,
+    columns: Mapping[str, str] | None = None,
     needs_messages: bool = True,
     setting: str = "max_rows",
 ) -> list[dict[str, Any]]:
-    """The first ``max_rows`` rows of a JSONL file or http(s) URL; blank lines do not count.
+    """The first ``max_rows`` rows of a dataset (``training.data.sources`` has its forms).
 
-    Without ``needs_messages`` any JSON object is a row. Where there are more rows, it is said by
-    the name of the ``setting`` that leaves them out.
+    ``columns`` name the dataset's column for a field of the row, as ``{"messages": "question"}``; a
+    text there is one message of the user. Without ``needs_messages`` any object is a row. Where
+    there are more rows, it is said by the name of the ``setting`` that leaves them out.
 
     Raises:
-        ConfigError: the dataset cannot be read, is empty, or a line breaks the row format; the
+        ConfigError: the dataset cannot be read, is empty, or a record breaks the row format; the
             message names the file and the line.
     """
+    records = open_dataset(dataset, max_rows)
     rows: list[dict[str, Any]] = []
-    lines = _read(dataset).split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for where, record in records.items:
         if max_rows is not None and len(rows) >= max_rows:
-            left_out = sum(bool(later.strip()) for later in lines[number - 1 :])
-            if left_out:
-                logger.warning(
-                    "%s=%d leaves out %d of the %d rows of %s",
-                    setting,
-                    max_rows,
-                    left_out,
-                    max_rows + left_out,
-                    dataset,
-                )
+            total = records.total
+            left_out = "" if total is None else f"{total - max_rows} of the {total} "
+            logger.warning("%s=%d leaves out %srows of %s", setting, max_rows, left_out, dataset)
             break
-        if line.strip():
-            row = parse_row(line, where=f"{dataset}:{number}", needs_messages=needs_messages)
-            rows.append(row)
+        row = parse_row(record, where) if isinstance(record, bytes) else dict(record)
+        if columns:
+            row = rename_columns(row, columns, where=where)
+        rows.append(check_row(row, where=where) if needs_messages else row)
     if not rows:
         raise ConfigError(f"dataset must hold at least one row, got none in {dataset!r}")
     return rows
 
 
-def parse_row(line: bytes, *, where: str, needs_messages: bool = True) -> dict[str, Any]:
-    """One line as a row.
+def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> dict[str, Any]:
+    """The row with its fields filled from other columns, which stay.
 
     Raises:
-        ConfigError: the line is no JSON object, or has no usable ``messages`` and needs them.
+        ConfigError: a column is not there.
+    """
+    renamed = dict(row)
+    for name, column in columns.items():
+        if column not in row:
+            raise ConfigError(
+                f"columns.{name} must be a column of the dataset, got {column!r} for {where}, "
+                f"which has {sorted(row)}"
+            )
+        is_prompt = name == "messages" and isinstance(row[column], str)
+        renamed[name] = [{"role": "user", "content": row[column]}] if is_prompt else row[column]
+    return renamed
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """One line of JSON as an object.
+
+    Raises:
+        ConfigError: the line is none.
     """
     try:
-        row = orjson.loads(line)
+        return check_object(orjson.loads(line), where=where)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{where} must be a JSON object, got {_short(line)}: {error}") from None
-    return check_row(row, where=where) if needs_messages else check_object(row, where=where)
 
 
 def check_object(row: Any, *, where: str) -> dict[str, Any]:
@@ -148,29 +160,6 @@ def epoch_rows(
             index = epoch * len(rows) + place
             if index not in done:
                 yield IndexedRow(index, epoch, rows[source], source)
-
-
-def _read(dataset: str) -> bytes:
-    if dataset.startswith(("http://", "https://")):
-        return _download(dataset)
-    path = Path(dataset).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"dataset must be a JSONL file or an http(s) URL, got {dataset!r}: no such file"
-        )
-    return path.read_bytes()
-
-
-def _download(url: str) -> bytes:
-    try:
-        answer = httpx.get(url, follow_redirects=True, timeout=60.0)
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ConfigError(
-            f"dataset must be reachable, got {url!r}: {error or type(error).__name__}; "
-            "download it and give its path"
-        ) from None
-    return answer.content
 
 
 def _short(value: object) -> str:

@@ -101,9 +101,10 @@ def find_rows(log_path: Path) -> Callable[[Mapping[str, Any]], Row]:
         config = orjson.loads((log_path / "config.json").read_bytes())
     except (OSError, orjson.JSONDecodeError):
         config = {}
+    columns = config.get("columns")
     datasets = {
-        "train": _load(config.get("dataset"), config.get("max_rows")),
-        "eval": _load(config.get("eval_dataset"), config.get("eval_rows")),
+        "train": _load(config.get("dataset"), config.get("max_rows"), columns),
+        "eval": _load(config.get("eval_dataset"), config.get("eval_rows"), columns),
     }
 
     def find_row(sample: Mapping[str, Any]) -> Row:
@@ -115,11 +116,13 @@ def find_rows(log_path: Path) -> Callable[[Mapping[str, Any]], Row]:
     return find_row
 
 
-def _load(dataset: str | None, count: int | None) -> list[dict[str, Any]]:
-    if not dataset or not Path(dataset).is_file():
+def _load(
+    dataset: str | None, count: int | None, columns: Mapping[str, str] | None
+) -> list[dict[str, Any]]:
+    if not dataset or not Path(dataset).exists():
         return []
     try:
-        return load_rows(dataset, count, needs_messages=False)
+        return load_rows(dataset, count, columns=columns, needs_messages=False)
     except ConfigError:
         return []
 
