@@ -27,7 +27,7 @@ def rl_loop(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         (["--policy-loss", "ppo2"], "policy_loss must be one of"),
         (["--completions-per-prompt", "1"], "completions_per_prompt must be >= 2, got 1"),
         (["--deployment.tokenizer-model", ""], "deployment.tokenizer_model must be"),
-        (["--dataset", "nowhere.jsonl"], "dataset must be a JSONL file or an http(s) URL"),
+        (["--dataset", "nowhere.jsonl"], "dataset must be a JSONL, Parquet or CSV file"),
         (["--dataset", "rows.jsonl"], "rows.jsonl:17 must be a JSON object"),
         (["--base-model", "accounts/x/models/y"], "registered are"),
     ],
