@@ -556,7 +556,9 @@ def find_literal(regex: str) -> str:
     if re.search(r"\[:|\(\?(?!:)|\\[^dDwWsSbB\W_]", regex):
         return ""
     parts = re.findall(
-        r"\\.|\[\^?\]?[^\]]*\]|\{[\d,]*\}|[\\\[\]{}()|^$.?*+]|[^\\\[\]{}()|^$.?*+]", regex, re.DOTALL
+        r"\\.|\[\^?\]?[^\]]*\]|\{[\d,]*\}|[\\\[\]{}()|^$.?*+]|[^\\\[\]{}()|^$.?*+]",
+        regex,
+        re.DOTALL,
     )
     runs = [""]
     depth = 0

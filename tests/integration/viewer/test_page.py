@@ -80,6 +80,11 @@ VIEWS = {
     "/run/plain/sample/train.3.4.2.0?view=tokens": ("Token", f"{MINUS}0.75000", "version 2"),
     "/run/plain/sample/train.3.4.2.0?view=again": ("Ask again", "original"),
     "/run/plain/config": ("policy_loss", "grpo"),
+    "/compare?runs=plain,sweep~other,plain": (
+        "parts at step 1; its samples at step 5, token 57",
+        "does not part",
+        "Settings that differ",
+    ),
     "/run/bare/samples": ("This run has no samples on record",),
     "/run/nowhere/curves": ("nowhere",),
     "/nowhere": ("There is no such page",),
@@ -182,7 +187,9 @@ def test_chosen_runs_are_compared_and_the_page_names_where_they_part(page: Page)
     page.press("v")
     page.wait_for_path("/compare?runs=plain,")
     page.wait_for_text("policy_loss")
-    page.wait("return /parts at step \\d+, token \\d+/.test(document.body.innerText)")
+    page.wait(
+        "return /parts at step 1; its samples at step 5, token \\d+/.test(document.body.innerText)"
+    )
     assert page.ask("return document.querySelectorAll('.uplot canvas').length") > 0
 
 

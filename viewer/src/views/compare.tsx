@@ -138,8 +138,7 @@ function Parting({ comparison, runs }: { comparison: Comparison; runs: Run[] }) 
                 <LineSign place={place + 1} />
                 <Line text={runs[place + 1]?.name ?? parts.run} />
                 <strong>
-                  {parts.step === null ? "does not part" : `parts at step ${parts.step}`}
-                  {parts.token !== null && `, token ${parts.token}`}
+                  {describePlace(parts)}
                 </strong>
               </span>
             </div>
@@ -171,6 +170,13 @@ function Parting({ comparison, runs }: { comparison: Comparison; runs: Run[] }) 
       </div>
     </section>
   );
+}
+
+function describePlace({ step, sample, token }: Comparison["parts"][number]): string {
+  if (step === null) return "does not part";
+  const sampled = sample?.split(".")[1];
+  const samples = sampled === undefined || sampled === String(step) ? "" : `; its samples at step ${sampled}`;
+  return `parts at step ${step}${samples}${token === null ? "" : `, token ${token}`}`;
 }
 
 function Differences({ comparison, runs }: { comparison: Comparison; runs: Run[] }) {
