@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from hearth.cli.resources import ACCOUNT, Platform
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, TransportError
 from hearth.exit_codes import ExitCode, exit_code
 
 if TYPE_CHECKING:  # half a second to import, which --help is spared
@@ -65,11 +65,18 @@ def deploy(arguments: list[str]) -> int:
         manager = flags.open_deployments()
         console = Console(soft_wrap=True, highlight=False, markup=False)
         with flags.explain_absence():
-            manager.create_or_get(
+            deployment = manager.create_or_get(
                 DeploymentConfig(
                     deployment_id=id, base_model=source, max_context_length=flags.context
                 )
             )
+            if deployment.base_model != source:
+                raise ConfigError(
+                    f"id must be new, got {id!r}, which serves {deployment.base_model}: "
+                    "choose another with --id"
+                )
+            if deployment.max_replica_count == 0:
+                manager.update(id, min_replica_count=1, max_replica_count=1)
             console.print(f"deployment {id} loads {source}")
             manager.wait_for_ready(id)
         console.print(f"it is ready: hearth chat {id}, or with OpenAI's clients")
@@ -106,27 +113,52 @@ def find_model(name: str) -> str:
 
 
 def name_deployment(model: str) -> str:
-    """An id for the deployment of a model: the last part of its name, in the letters of ids."""
-    leaf = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    """An id for the deployment of a model: the last part of its name, in the letters of ids.
+
+    A run's ``models/final`` is named after the run: all runs have one.
+    """
+    leaf = model.rstrip("/").removesuffix("/models/final").rsplit("/", 1)[-1].lower()
     return re.sub(r"[^a-z0-9]+", "-", leaf).strip("-")[:63].strip("-") or "model"
 
 
 def _chat(flags: ChatFlags) -> None:
     from hearth.sdk.transport import Http
 
-    source = find_model(flags.model)
-    if source == flags.model and "/" not in source:
-        with flags.explain_absence():
-            manager = flags.open_deployments()
-            if manager.get(source) is None:
-                raise ConfigError(
-                    f"model must be a folder, a hub id or a deployment at {flags.url}, got "
-                    f"{source!r}: hearth ps lists the deployments"
-                )
-            _converse(Http(flags.url, flags.key), manager.deployment_name(source), flags)
+    source = find_model(flags.model).removeprefix(f"accounts/{ACCOUNT}/deployments/")
+    if source.startswith(f"accounts/{ACCOUNT}/"):
+        raise ConfigError(
+            f"model must be a folder, a hub id or a deployment's id, got {source!r}, a name that "
+            f"the platform knows: hearth deploy {source} serves it"
+        )
+    if "/" not in source:
+        _converse(Http(flags.url, flags.key), _find_deployment(flags, source), flags)
         return
     with _load(source) as (http, name):
         _converse(http, name, flags)
+
+
+def _find_deployment(flags: Platform, id: str) -> str:
+    """The full name of a deployment.
+
+    Raises:
+        ConfigError: the platform has none of this id.
+        TransportError: no platform answers.
+    """
+    manager = flags.open_deployments()
+    try:
+        found = manager.get(id)
+    except TransportError:
+        raise TransportError(
+            f"model must be a folder, a hub id or a deployment's id, got {id!r}, which is no "
+            f"folder; and no platform answers at {flags.url}: start one with `hearth serve`, or "
+            "say where it is with --base-url or HEARTH_URL"
+        ) from None
+    if found is None:
+        raise ConfigError(
+            f"model must be a folder, a hub id or a deployment at {flags.url}, got {id!r}: "
+            "hearth ps lists the deployments"
+        )
+    return found.name
 
 
 @contextlib.contextmanager

@@ -153,9 +153,10 @@ def ps(arguments: list[str]) -> int:
                 state = (job.state or "").removeprefix("JOB_STATE_")
                 lines.append(_columns(job, kind, state, job.training_config.base_model))
         for deployment in flags.deployments():
-            lines.append(
-                _columns(deployment, "deployment", deployment.state or "", deployment.base_model)
-            )
+            state = deployment.state or ""
+            if state == "READY" and deployment.max_replica_count == 0:
+                state = "STOPPED"
+            lines.append(_columns(deployment, "deployment", state, deployment.base_model))
         if lines:
             _show(lines)
         else:

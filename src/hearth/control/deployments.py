@@ -239,9 +239,8 @@ class Deployments(Resources[Deployment]):
             return ClosedError(f"deployment {record.id!r} must be ready, got DELETING")
         if Deployment.from_dict(record.body).max_replica_count == 0:
             return ClosedError(
-                f"deployment {record.id!r} must have a replica, got none: it is scaled to "
-                "zero, as a `with ResourceCleanup` block leaves it; use it inside the `with` block "
-                "that provisioned it, or patch maxReplicaCount to 1"
+                f"deployment {record.id!r} must have a replica, got none: it was stopped, or its "
+                f"run has ended; `hearth start {record.id}` starts it, as does maxReplicaCount 1"
             )
         return NotReadyError(
             f"deployment {record.id!r} must be ready, got {record.state}: ask again soon"

@@ -97,8 +97,9 @@ def print_run(run: RecordedRun, database: Database, explain: Explain, console: C
         console.print("no step is on record yet")
         return
     _plot(name, steps, rewards, console)
-    told = _list_held_out(run) or ["not measured (eval_dataset and eval_every)"]
-    console.print("held-out: " + ", ".join(dict.fromkeys((told[0], told[-1]))))
+    kind, told = _list_held_out(run)
+    told = told or ["not measured (eval_dataset and eval_every)"]
+    console.print(f"{kind}: " + ", ".join(dict.fromkeys((told[0], told[-1]))))
     if is_flat(rewards):
         console.print("\nthe reward is flat:")
         for line in _explain_steps(run.metrics.train, explain):
@@ -141,16 +142,13 @@ def _plot(name: str, steps: Sequence[int], values: Sequence[float], console: Con
     console.print(" " * 11 + first + last.rjust(width - len(first)))
 
 
-def _list_held_out(run: RecordedRun) -> list[str]:
-    return [
-        f"{value:.3f} at step {evaluation['step']:.0f}"
-        for evaluation in run.metrics.evaluations()
-        if (value := _first(evaluation["accuracy"], evaluation["reward"])) is not None
-    ]
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
+def _list_held_out(run: RecordedRun) -> tuple[str, list[str]]:
+    """What was measured on held-out rows, and its values; of graded rewards their mean."""
+    results = [result for result in run.metrics.evaluations() if result["reward"] is not None]
+    # Where each reward is 0 or 1, their mean is the share of right answers.
+    is_share = all(result["reward"] == result["accuracy"] for result in results)
+    kind = "held-out accuracy" if is_share and results else "held-out reward"
+    return kind, [f"{result['reward']:.3f} at step {result['step']:.0f}" for result in results]
 
 
 def _explain_steps(train: Columns, explain: Explain) -> Iterator[str]:
@@ -203,9 +201,11 @@ def _print_comparison(
         table.add_column(cell(row["name"], width=width))
     for name in ("state", "step", "duration_s", "reward"):
         table.add_row(name, *(_short(row[name], width) for row in rows))
-    told = [_list_held_out(run) or [None] for run in runs]
-    for label, place in (("held-out, first", 0), ("held-out, last", -1)):
-        table.add_row(label, *(_short(each[place], width) for each in told))
+    results = [_list_held_out(run) for run in runs]
+    kind = "accuracy" if all(kind == "held-out accuracy" for kind, _ in results) else "reward"
+    for label, place in (("first", 0), ("last", -1)):
+        values = [told[place] if told else None for _, told in results]
+        table.add_row(f"held-out {kind}, {label}", *(_short(value, width) for value in values))
     table.add_row("reward curve", *(spark(row["spark"], min(width, _SPARK)) for row in rows))
     console.print(table)
     _print_settings(found["config"], width, console)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -45,6 +46,11 @@ def view(arguments: list[str]) -> int:
     def run() -> None:
         roots = _find_roots(flags.runs)
         if flags.terminal:
+            if not (sys.stdin.isatty() and sys.stdout.isatty()):
+                raise ConfigError(
+                    "terminal must be used in a terminal, got a pipe or a file: hearth show RUN "
+                    "prints a run"
+                )
             from hearth.viewer.terminal import show_runs  # only with --terminal
 
             show_runs(roots)

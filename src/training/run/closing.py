@@ -93,7 +93,10 @@ def closing_lines(run: Run) -> list[str]:
     if run.model_path is not None:
         facts.append(("model", str(run.model_path)))
         if (run.model_path / "config.json").is_file():
-            facts.append(("talk to it", shlex.join(["hearth", "chat", str(run.log_path)])))
+            # A served platform keeps the model in its own folder.
+            is_inside = run.model_path.is_relative_to(run.log_path)
+            model = run.log_path if is_inside else run.model_path
+            facts.append(("talk to it", shlex.join(["hearth", "chat", str(model)])))
     facts.append(("look at it", shlex.join(["hearth", "view", str(run.log_path)])))
     seconds = run.now() - run.started
     title = f"done: {run.step} steps, {run.cursor.count} rows, {seconds:.0f} s"

@@ -216,7 +216,11 @@ class Loop(Generic[ConfigT]):
         )
         run.model_path = Path(model.source) if model.source else None
         if not infra.is_embedded:
-            run.display.note(f"the trained model is {model.name}, in {model.source}")
+            serving = f": hearth deploy {model.name} serves it"
+            is_whole = config.lora_rank == 0 or config.merge_adapter
+            run.display.note(
+                f"the trained model is {model.name}, in {model.source}{serving if is_whole else ''}"
+            )
 
 
 def _find_held(checkpoints: list[Checkpoint], infra: RunInfra) -> list[Checkpoint]:

@@ -1,12 +1,15 @@
 """``hearth ps``, ``logs`` and ``stop`` against a platform that listens in this process."""
 
 import os
+import threading
+import time
 
 import pytest
 from tests.listening import AppListener
 from tests.unit.control.conftest import ScriptedLauncher
+from tests.waiting import wait_until
 
-from hearth.cli.models import deploy, find_model, name_deployment
+from hearth.cli.models import chat, deploy, find_model, name_deployment
 from hearth.cli.resources import find_new, logs, ps, start, stop
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
@@ -251,6 +254,36 @@ def test_a_model_is_deployed_under_its_name(platform, capsys):
     assert platform.plane.deployments.get("model").base_model == str(MODEL)
 
 
+@pytest.mark.slow
+def test_a_deployment_of_another_model_is_not_taken_for_it(platform, tmp_path, capsys):
+    platform.deployment("model")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
+
+    assert deploy([str(tmp_path / "model")]) == 2
+
+    assert capsys.readouterr().err == (
+        f"error: id must be new, got 'model', which serves {MODEL}: choose another with --id\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_stopped_deployment_is_shown_so_and_deploying_it_again_starts_it(platform, capsys):
+    platform.deployment("model")
+    assert stop(["model"]) == 0
+    assert ps([]) == 0
+    assert shown(capsys)[-1].split()[:3] == ["model", "deployment", "STOPPED"]
+
+    thread = threading.Thread(target=deploy, args=([str(MODEL)],))
+    thread.start()
+    wait_until(lambda: platform.plane.deployments.get("model").max_replica_count == 1)
+    platform.script.last("model").starts()
+    thread.join(30)
+
+    assert "it is ready: hearth chat model" in capsys.readouterr().out
+
+
 def test_a_run_stands_for_its_newest_model(tmp_path):
     for number, name in enumerate(("older", "newest")):
         model = tmp_path / "models" / name
@@ -261,6 +294,7 @@ def test_a_run_stands_for_its_newest_model(tmp_path):
     assert find_model(str(tmp_path)) == str(tmp_path / "models" / "newest")
     assert find_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert name_deployment("Qwen/Qwen3-0.6B") == "qwen3-0-6b"
+    assert name_deployment("/home/me/runs/Sums_2/models/final") == "sums-2"
     with pytest.raises(ConfigError, match="without models/NAME"):
         find_model(str(tmp_path / "models"))
 
@@ -276,6 +310,19 @@ def test_an_unknown_id_lists_the_known_ones(platform, capsys, verb):
     assert capsys.readouterr().err == (
         "error: id must be one of ['policy', 'rollouts'], got 'other'\n"
     )
+
+
+@pytest.mark.slow
+def test_who_is_talked_to_must_be_there(platform, capsys, monkeypatch):
+    assert chat(["other", "-m", "hi"]) == 2
+    assert "or a deployment at http" in capsys.readouterr().err
+    assert chat(["accounts/me/models/mine", "-m", "hi"]) == 2
+    assert "hearth deploy accounts/me/models/mine serves it" in capsys.readouterr().err
+    monkeypatch.setenv("HEARTH_URL", "http://127.0.0.1:9")
+    started = time.monotonic()
+    assert chat(["accounts/me/deployments/other", "-m", "hi"]) == 1
+    assert time.monotonic() - started < 5
+    assert "got 'other', which is no folder; and no platform answers" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -192,8 +192,8 @@ async def test_scaled_to_zero_it_has_no_replica_and_scaled_up_it_has_one_again(
     assert (content["state"], content["statusMessage"]) == ("READY", "scaled to zero")
     assert worker.stops == 1
     message = await ask.refused(410, "POST", COMPLETIONS, sampled())
-    assert "scaled to zero" in message
-    assert "patch maxReplicaCount to 1" in message
+    assert "got none: it was stopped, or its run has ended" in message
+    assert "`hearth start d` starts it" in message
     worker.dies("late")
     assert await state(ask) == ("READY", "scaled to zero")
     assert len(script.started) == 1

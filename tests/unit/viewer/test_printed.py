@@ -5,6 +5,7 @@ import json
 import pytest
 
 from hearth.viewer.printed import compare, is_flat
+from hearth.viewer.verb import view
 from training.run.show import show
 
 
@@ -31,11 +32,27 @@ def test_a_run_is_its_curve_its_held_out_numbers_and_its_best_and_worst_samples(
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("first: ended, step 12, rl_loop, grpo")
     assert "rollout/raw_reward: 0.05 at first, 0.6 at last" in text
-    assert "held-out: 0.280 at step 4, 0.840 at step 12" in text
+    assert "held-out reward: 0.500 at step 4, 0.500 at step 12" in text
     assert "flat" not in text
     best, worst = text.split("best samples")[1].split("worst samples")
     assert best.count("reward 1") == worst.count("reward 0") == 3
     assert "answer The sum of 16 and 9 is 25." in best
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "told"), [(0.25, "held-out accuracy: 0.250"), (0.0, "held-out reward: 0.250")]
+)
+def test_a_mean_of_held_out_rewards_is_an_accuracy_where_each_is_0_or_1(
+    tmp_path, capsys, accuracy, told
+):
+    folder = write_flat_run(tmp_path / "run")
+    record = {"type": "eval", "step": 9, "eval/accuracy": accuracy, "eval/reward": 0.25}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+    assert show([str(folder)]) == 0
+
+    assert f"{told} at step 9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -85,7 +102,7 @@ def test_two_runs_are_set_side_by_side_with_what_differs(runs, capsys):
     assert [line.split() for line in lines if line.startswith("temperature")] == [
         ["temperature", "-", "0.5"]
     ]
-    assert "held-out, first  0.280 at step 4" in text
+    assert "held-out reward, first  0.500 at step 4" in text
     assert lines[-1].startswith("second parts from first at step 1: rollout/raw_reward is ")
     assert "; token " in lines[-1]
 
@@ -98,6 +115,11 @@ def test_each_run_is_set_beside_the_first(runs, capsys):
     assert max(map(len, lines[:-2])) <= 80
     assert lines[-2].startswith("second parts from first at step 1: ")
     assert lines[-1] == "first: the runs are equal in what both have on record"
+
+
+def test_a_viewer_for_the_terminal_is_refused_in_a_pipe(runs, capsys):
+    assert view([str(runs), "--terminal"]) == 2
+    assert "got a pipe or a file: hearth show RUN prints a run" in capsys.readouterr().err
 
 
 def test_a_run_beside_itself_differs_in_nothing(runs, capsys):
