@@ -39,6 +39,7 @@ Metrics = list[dict[str, Any]]
 
 
 def _is_on_policy(metrics: Metrics) -> str:
+    """the KL of sampler and trainer is below 1e-6 in each step."""
     values = [line[_KL] for line in metrics if _KL in line]
     assert values, f"no {_KL} in {metrics}"
     assert all(abs(value) < 1e-6 for value in values), values
@@ -46,6 +47,7 @@ def _is_on_policy(metrics: Metrics) -> str:
 
 
 def _is_finite(metrics: Metrics) -> str:
+    """the loss is finite in each step."""
     values = [line["train_mean_nll"] for line in metrics if "train_mean_nll" in line]
     assert values, f"no loss in {metrics}"
     assert all(math.isfinite(value) for value in values), values
@@ -53,17 +55,20 @@ def _is_finite(metrics: Metrics) -> str:
 
 
 def _is_ln_2(metrics: Metrics) -> str:
+    """the first loss is ln 2."""
     loss = next(line["dpo_loss"] for line in metrics if "dpo_loss" in line)
     assert abs(loss - math.log(2)) < 1e-4, loss
     return f"first loss {loss:.5f} = ln 2"
 
 
 def _has_steps(metrics: Metrics) -> str:
+    """metrics were written."""
     assert len(metrics) >= 1, "no metrics were written"
     return f"{len(metrics)} lines of metrics"
 
 
 def _is_brier(metrics: Metrics) -> str:
+    """each loss is in 0..2."""
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     assert losses, f"no loss in {metrics}"
     assert all(0 <= loss <= 2 for loss in losses), losses
@@ -71,6 +76,7 @@ def _is_brier(metrics: Metrics) -> str:
 
 
 def _has_ended(metrics: Metrics) -> str:
+    """nothing."""
     del metrics
     return "ended"
 

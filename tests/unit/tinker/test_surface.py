@@ -1,4 +1,5 @@
-"""Every method, route and field of the installed client is in docs/tinker_surface.md as it is."""
+"""Every method, route and field of the installed client is in docs/tinker_surface.md as it is, and
+every recipe of tinker-cookbook in docs/tinker_cookbook.md."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from starlette.routing import Route
-from tests.clients import surface_table
+from tests.clients import cookbook_table, surface_table
 
 from hearth.control.app import create_gateway
 from hearth.local import EmbeddedPlatform
 from hearth.tinker.app import create_app
 from hearth.tinker.front import Front
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "tinker_surface.md"
+DOCS = Path(__file__).parents[3] / "docs"
+DOCUMENT = DOCS / "tinker_surface.md"
 
 
 @pytest.fixture
@@ -31,6 +33,12 @@ def test_the_document_is_what_the_installed_client_has(routes: list[Route]) -> N
         "run python -m tests.clients.surface_table > docs/tinker_surface.md"
     )
     assert table.count("| answered |") + table.count("| refused: ") > 110
+
+
+def test_the_page_of_recipes_is_what_the_program_runs_and_checks() -> None:
+    assert cookbook_table.write_table() == (DOCS / "tinker_cookbook.md").read_text(
+        encoding="utf-8"
+    ), "run python -m tests.clients.cookbook_table > docs/tinker_cookbook.md"
 
 
 def test_every_route_of_the_client_is_answered_or_refused(routes: list[Route]) -> None:
