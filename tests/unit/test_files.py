@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
-import os
 import random
 import resource
 import shutil
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.disks import fill, mounted, set_read_only
 
 from hearth.errors import ConfigError, EngineError, StorageError
 from hearth.files import is_intact, seal, write_file
@@ -39,8 +38,6 @@ from training.run.log_path import prepare_log_path
 from training.run.metrics import MetricsLog, read_records
 
 BASE = "tiny"
-LIBC = ctypes.CDLL(None)
-MS_RDONLY, MS_REMOUNT = 1, 32  # of mount(2)
 FACTS = CheckpointFacts(base_model=BASE, lora=None, steps=3, created_s=1.5)
 
 
@@ -185,18 +182,6 @@ def flip_bit(content: bytes, place: int, bit: int) -> bytes:
     return bytes(changed)
 
 
-@contextlib.contextmanager
-def mounted(folder: Path, size: int) -> Iterator[None]:
-    """A disk of ``size`` bytes at ``folder``."""
-    folder.mkdir()
-    if mount(folder, 0, f"size={size},mode=700"):
-        pytest.skip("mounting a small disk must be allowed (root), got a refusal")
-    try:
-        yield
-    finally:
-        assert LIBC.umount(os.fsencode(folder)) == 0
-
-
 def write_or_refuse(kind: Kind, root: Path, value: float) -> str | None:
     """The error where it cannot be written."""
     try:
@@ -204,13 +189,6 @@ def write_or_refuse(kind: Kind, root: Path, value: float) -> str | None:
     except EngineError as error:
         return str(error)
     return None
-
-
-def mount(folder: Path, flags: int, options: str) -> int:
-    """0 where the system has done it."""
-    return LIBC.mount(
-        b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(flags), options.encode()
-    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -221,12 +199,9 @@ def test_on_a_disk_that_is_full_at_any_write_what_was_there_stays(tmp_path, name
             kind.write(disk, 1.0)
         before = kind.read(disk) if list_files(disk) else None
         refused = 0
-        filler = disk / "filler"
         # From no free page to as many as it takes: each time it ends at a later write.
         for free in range(40):
-            filler.unlink(missing_ok=True)
-            usage = os.statvfs(disk)
-            filler.write_bytes(bytes((usage.f_bavail - free) * usage.f_frsize))
+            fill(disk, free)
             refusal = write_or_refuse(kind, disk, 2.0 if before is not None else 1.0)
             if refusal is not None:
                 refused += 1
@@ -248,12 +223,16 @@ def test_a_read_only_disk_is_an_error_that_says_so(tmp_path):
     with mounted(disk, 2**20):
         for name, kind in KINDS.items():
             (disk / name).mkdir()
-            if name != "snapshot":
+            if name not in ("snapshot", "adapter", "delta"):
                 kind.write(disk / name, 1.0)
-        assert mount(disk, MS_REMOUNT | MS_RDONLY, "") == 0
-        for name in ("checkpoint", "snapshot", "run.json", "trained_on.json", "exit.json"):
-            with pytest.raises(StorageError, match=r"Read-only file system: its disk is read-only"):
-                KINDS[name].write(disk / name, 2.0)
+        set_read_only(disk)
+        for name, kind in KINDS.items():
+            rule = f"^{disk / name}.* must be writable, got Read-only file system: its disk is read"
+            with pytest.raises(StorageError, match=rule):
+                kind.write(disk / name, 2.0)
+        rule = rf"^{disk}/metrics\.jsonl must be writable, got Read-only file system: its disk is"
+        with pytest.raises(StorageError, match=rule), MetricsLog.open(disk) as log:
+            log.write("train", 1, {"rollout/reward": 0.5})
         with pytest.raises(ConfigError, match="log_path must be writable"):
             prepare_log_path(str(disk))
 

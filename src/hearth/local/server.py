@@ -22,6 +22,7 @@ from hearth.control.plane import ControlPlane
 from hearth.control.store import Store, check_records
 from hearth.errors import ConfigError
 from hearth.exit_codes import ExitCode
+from hearth.files import explain_refusals
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.ray import make_ray_launcher
 from hearth.launch.spec import Launcher
@@ -179,10 +180,11 @@ def _prepare_folder(folder: Path, stack: contextlib.ExitStack) -> Path:
 
     try:
         folder = folder.expanduser().resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        # Logs, sockets and the database are nobody else's, also in a folder that was there before.
-        folder.chmod(0o700)
-        file = stack.enter_context((folder / ".lock").open("a+"))
+        with explain_refusals(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            # Logs, sockets and the database are nobody else's, also in a folder that was there.
+            folder.chmod(0o700)
+            file = stack.enter_context((folder / ".lock").open("a+"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
@@ -190,7 +192,7 @@ def _prepare_folder(folder: Path, stack: contextlib.ExitStack) -> Path:
             "that one, or choose another folder"
         ) from None
     except OSError as error:
-        raise ConfigError(f"data_dir must be a folder, got {str(folder)!r}: {error}") from None
+        raise ConfigError(f"data_dir must be a folder of this platform: {error}") from None
     return folder
 
 

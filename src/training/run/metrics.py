@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = self._open_file()
         self._trackers = trackers
 
     @classmethod
@@ -42,9 +43,13 @@ class MetricsLog:
 
         A resumed run goes on behind the records of its checkpoint; those of steps that it takes
         again are left in the older file.
+
+        Raises:
+            StorageError: the disk refused.
         """
         path = log_path / "metrics.jsonl"
-        keep_older(path)
+        with explain_refusals(path):
+            keep_older(path)
         if path.exists():
             kept = b"".join(_records_until(path, resumed_step or 0))
             write_file(path, kept if resumed_step is not None else b"")
@@ -77,11 +82,15 @@ class MetricsLog:
         """Leave out the records of later steps, which are taken again."""
         self._file.close()
         write_file(self.path, b"".join(_records_until(self.path, step)))
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self._open_file()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _open_file(self) -> io.FileIO:
+        with explain_refusals(self.path):
+            return self.path.open("ab", buffering=0)
 
 
 def read_records(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
