@@ -2,8 +2,9 @@
 
 A platform with two trainers and two deployments is served. One of each is asked odd things:
 requests that Schemathesis makes of the published description, valid ones with a few values
-replaced, operations in any order, broken JSON and bodies that break off. The others are asked the
-same good thing after each, whose numbers must not change. At the end nothing may have grown.
+replaced, operations in any order, broken JSON and bodies that break off; so are a run and a sampler
+of Tinker's API. The others are asked the same good thing after each, whose numbers must not change.
+At the end nothing may have grown.
 
     python -m tests.chaos.fuzz [--requests 10000] [--seed 0]
 
@@ -29,8 +30,10 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx
+import orjson
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from tests.chaos.tinker_requests import PENDING, PROTOBUF, ROOT, TinkerRun
 from tests.integration.served import KEY, Served
 from tests.waiting import wait_until
 
@@ -39,6 +42,9 @@ from training.quickstart import MODEL
 ACCOUNT = "/v1/accounts/me"
 SLOW_S = 30.0
 _GOOD, _ODD = "good", "odd"
+_TINKER_SHARE = 0.4
+"""Of the mutated requests."""
+_ADDRESSES = (*("model", "model_id", "seq_id", "base_model", "session_id", "sampling_session_id"),)
 _ENDING = (":cancel", ":resume")
 """What the odd ones' own workers are not asked: they are to live."""
 _ODD_VALUES: tuple[Any, ...] = (
@@ -125,6 +131,7 @@ class Platform:
         for name in (_GOOD, _ODD):
             self.await_ready(name)
             self.make_model(name)
+        self.tinker = TinkerRun(self.http)
 
     def await_ready(self, name: str) -> None:
         """Wait until a trainer and a deployment answer."""
@@ -200,6 +207,8 @@ class Mutations:
 
     def next(self) -> Request:
         """One more."""
+        if self._random.random() < _TINKER_SHARE:
+            return self._next_tinker()
         path, content = self._random.choice(self._valid())()
         for _ in range(self._random.choice((0, 1, 1, 1, 2, 3))):
             content = self._mutate(content)
@@ -210,6 +219,20 @@ class Mutations:
         if self._random.random() < 0.03:
             headers["content-encoding"] = self._random.choice(("gzip", "br", "identity"))
         return Request("POST", path, body, headers)
+
+    def _next_tinker(self) -> Request:
+        tinker, action = self._platform.tinker, self._random.random()
+        if action < 0.15:
+            body = tinker.make_pass(self._random)
+            return Request("POST", f"{ROOT}/forward_backward", body, {"content-type": PROTOBUF})
+        if action < 0.25:
+            odd = quote(str(self._odd_value())[:1000], safe="", errors="replace")
+            return Request(*tinker.choose_named(self._random, odd))
+        path, content = tinker.choose_object(self._random)
+        mutated: Any = content
+        for _ in range(self._random.choice((0, 1, 1, 1, 2, 3))):
+            mutated = self._mutate(mutated)
+        return Request("POST", path, self._write(mutated), {"content-type": "application/json"})
 
     def _valid(self) -> list[Callable[[], tuple[str, Any]]]:
         chat = completion(_ODD) | {"messages": [{"role": "user", "content": "2 + 3 ="}]}
@@ -277,7 +300,7 @@ class Mutations:
         places = [
             place
             for place in _list_places(content)
-            if place[-1] not in ("model_id", "seq_id", "model") or self._random.random() < 0.1
+            if place[-1] not in _ADDRESSES or self._random.random() < 0.1
         ]
         if not places:
             return self._random.choice(_ODD_VALUES)
@@ -342,6 +365,8 @@ class Campaign:
         self.sent = 0
         self._has_gap = False
         """Whether the odd trainer may hold an operation whose number is not the next."""
+        self._is_tinker_old = False
+        """Whether the run of Tinker's API may."""
 
     def send(self, request: Request) -> None:
         """Send one, judge its answer, and ask the good thing."""
@@ -373,6 +398,7 @@ class Campaign:
                 with contextlib.suppress(TimeoutError):
                     connection.recv(20)
         self.statuses["broken off"] += 1
+        self._is_tinker_old = True
         self._follow(request, remake=request.path.startswith("/training/"))
 
     def _send(self, request: Request) -> httpx.Response:
@@ -393,6 +419,8 @@ class Campaign:
             self.findings.add(f"status {answer.status_code}", request, answer.text)
         if "Traceback" in answer.text:
             self.findings.add("traceback in an answer", request, answer.text)
+        if answer.status_code == PENDING and request.path.startswith(ROOT):
+            return
         if answer.status_code >= 400 and request.method != "HEAD":
             try:
                 message = answer.json()["error"]["message"]
@@ -403,6 +431,8 @@ class Campaign:
         is_future = answer.status_code == 200 and request.path.startswith("/training/")
         if is_future and isinstance(id := read_json(answer.content).get("request_id"), str):
             self._judge_future(request, id)
+        if answer.status_code == 200 and request.path.startswith(f"{ROOT}/"):
+            self._judge_tinker(request, read_json(answer.content))
 
     def _judge_future(self, request: Request, id: str) -> None:
         """Look at an operation's result, unless it waits for numbers before its own."""
@@ -419,6 +449,22 @@ class Campaign:
             self.findings.add("a failure of the server", request, result)
         if result.get("type") == "try_again":
             self.findings.add("no result", request, result)
+
+    def _judge_tinker(self, request: Request, answer: dict[str, Any]) -> None:
+        """Look at the result of what was accepted; what waits for numbers before its own goes on
+        waiting until the session ends."""
+        id, tinker = answer.get("request_id"), self.platform.tinker
+        if not isinstance(id, str) or request.path.endswith("/retrieve_future"):
+            return
+        if id.startswith(f"{tinker.run}:") or f":{tinker.run}:" in id:
+            number = int(id.rpartition(":")[2])
+            if number > tinker.sequence + 1:
+                self._is_tinker_old = True
+                return
+            tinker.sequence = max(tinker.sequence, number)
+        result = tinker.await_result(id)
+        if result.status_code >= 500 or b'"category":"server"' in result.content:
+            self.findings.add("a failure of the server", request, result.content)
 
     def _clean_up(self, request: Request, answer: httpx.Response) -> None:
         """Delete what was created against expectation."""
@@ -445,6 +491,10 @@ class Campaign:
             # What waits at a gap would run when its number comes.
             self.platform.make_model(_ODD)
             self._has_gap = False
+        if self.sent % 50 == 0 or self._is_tinker_old:
+            # A base takes so many runs, and mutated requests make some.
+            self.platform.tinker.begin()
+            self._is_tinker_old = False
         if self.sent % 500 == 0:
             sys.stderr.write(f"{self.sent} requests, {self.findings.kinds.total()} findings\n")
 
@@ -460,8 +510,8 @@ class Campaign:
 def read_json(body: bytes) -> dict[str, Any]:
     """The object of a body; empty for what is none."""
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
+        content = orjson.loads(body)  # as the platform does: deeper than json reads
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -611,6 +661,7 @@ def command() -> None:
             send_mutations(campaign, asked.requests - described, asked.seed)
             seconds = time.monotonic() - began_s
             campaign.platform.make_model(_ODD)
+            campaign.platform.tinker.begin()
             campaign.platform.http.close()
             time.sleep(1)
             after = Usage.of(served)
