@@ -29,14 +29,15 @@ from hearth.errors import (
     RequestError,
 )
 from hearth.tinker import records
-from hearth.tinker.bases import Bases
+from hearth.tinker.bases import Base, Bases
 from hearth.tinker.journal import RunJournal
 from hearth.tinker.protobuf import PassRequest
-from hearth.tinker.runs import BINARY, JSON, RunOperation, TinkerRun, make_key
+from hearth.tinker.runs import BINARY, HELD_BYTES, JSON, RunOperation, TinkerRun, make_key
 from hearth.tinker.sampling import build_completion, check_samples, read_prompt, write_samples
 from hearth.tinker.saved import Kind, SavedWeights, check_name, taken_error
 from hearth.tinker.targets import build_scoring, read_scores, read_targets
 from hearth.wire.http import describe_failure
+from hearth.wire.room import Room
 from hearth.wire.tinker import AdamParams, LoraSpec
 
 logger = logging.getLogger(__name__)
@@ -180,6 +181,7 @@ class Front:
         """A client's second request for a run waits for the first."""
         self._beats: dict[str, float] = {}
         self._links: dict[str, tuple[Path, float]] = {}
+        self._held_room = Room(HELD_BYTES, "bytes of operations")
         """Folders that may be downloaded until a time, by the secret part of their links."""
         self._open_samplers: dict[str, records.SamplerFacts] = {}
         self._started: asyncio.Task[None] | None = None
@@ -590,7 +592,7 @@ class Front:
         if base is None:
             # The run exists, so that its future can say what is wrong.
             base = self.bases.make_unknown(facts.base_model)
-        run = TinkerRun(run_id, facts, base, self._journal_of(run_id), self._finish_save)
+        run = self._make_run(run_id, facts, base)
         self._live[run_id] = run
         if failure is not None:
             run.fail(failure)
@@ -715,6 +717,10 @@ class Front:
             raise ClosedError(f"session_id must be open, got {session_id!r}, which has ended")
         self._beats[session_id] = self._clock()
 
+    def _make_run(self, run_id: str, facts: records.RunFacts, base: Base) -> TinkerRun:
+        journal = self._journal_of(run_id)
+        return TinkerRun(run_id, facts, base, journal, self._finish_save, self._held_room)
+
     async def _restore(self) -> None:
         for record in await _on_thread(self._sessions.list_all, ("OPEN",)):
             self._beats[record.id] = self._clock()
@@ -724,9 +730,7 @@ class Front:
             facts = records.RunFacts.from_dict(record.body)
             try:
                 base = await _on_thread(self.bases.find, facts.base_model)
-                run = TinkerRun(
-                    record.id, facts, base, self._journal_of(record.id), self._finish_save
-                )
+                run = self._make_run(record.id, facts, base)
                 run.restore(await _on_thread(self._journal_of(record.id).read))
             except EngineError as error:
                 logger.error("run %s cannot be read, and is left out: %s", record.id, error)

@@ -31,12 +31,16 @@ from hearth.tinker.journal import History, Incarnation, RunJournal
 from hearth.tinker.protobuf import write_pass
 from hearth.tinker.records import RunFacts
 from hearth.wire.http import describe_failure
+from hearth.wire.room import Room
 from hearth.wire.tensors import TensorRecord
 
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 4096
 """Operations of one run that wait for lower numbers."""
+HELD_BYTES = 2**30
+"""Of operations that wait for lower numbers, of all runs; one key alone has half. Others are on the
+disk."""
 MOST_RESTARTS = 3
 """How often the trainer may be lost over one operation."""
 _CHECKPOINT_BYTES = 2**27
@@ -90,10 +94,19 @@ Finish = Callable[["TinkerRun", RunOperation, dict[str, Any]], Awaitable[dict[st
 
 
 class TinkerRun:
-    """One run on a base model. Must be used on one event loop."""
+    """One run on a base model. Must be used on one event loop.
+
+    ``room`` bounds the bytes of operations that wait for lower numbers.
+    """
 
     def __init__(
-        self, run_id: str, facts: RunFacts, base: Base, journal: RunJournal, finish: Finish
+        self,
+        run_id: str,
+        facts: RunFacts,
+        base: Base,
+        journal: RunJournal,
+        finish: Finish,
+        room: Room,
     ) -> None:
         self.id = run_id
         self.facts = facts
@@ -109,6 +122,9 @@ class TinkerRun:
         """By number, those that may have to be sent again, and the last ones before them."""
         self._by_seq: dict[int, RunOperation] = {}
         self._held: dict[int, RunOperation] = {}
+        self._room = room
+        self._held_bytes: dict[int, int] = {}
+        """What has been taken of the room, by number."""
         self._next_seq = 1
         self._next_number = 1
         self._trainer_seq = 0
@@ -189,7 +205,7 @@ class TinkerRun:
 
         Raises:
             ClosedError: the run has ended.
-            BusyError: too many operations wait for a lower number.
+            BusyError: too many operations wait for a lower number, or too many bytes of them.
             StorageError: the journal's disk refuses it; the client is to send it again.
         """
         assert operation.seq_id is not None, "a client's operation has a number"
@@ -203,6 +219,9 @@ class TinkerRun:
                 f"seq_id must be {self._next_seq}, got {operation.seq_id}: {MOST_HELD} operations "
                 "wait for that one already"
             )
+        if operation.seq_id != self._next_seq:
+            self._room.take(self.facts.owner, len(operation.body))
+            self._held_bytes[operation.seq_id] = len(operation.body)
         self._by_seq[operation.seq_id] = operation
         self._held[operation.seq_id] = operation
         self._enqueue_ready()
@@ -212,6 +231,7 @@ class TinkerRun:
         while (ready := self._held.get(self._next_seq)) is not None:
             self._enqueue(ready)
             del self._held[self._next_seq]
+            self._room.give_back(self.facts.owner, self._held_bytes.pop(self._next_seq, 0))
             self._next_seq += 1
 
     async def wait(self, seq_id: int, timeout_s: float) -> bytes | None:
@@ -232,6 +252,8 @@ class TinkerRun:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.fail(ClosedError(f"run {self.id!r} must be open, got one whose session has ended"))
+        self._room.give_back(self.facts.owner, sum(self._held_bytes.values()))
+        self._held_bytes.clear()
         if self._model_id is not None:
             try:
                 body = orjson.dumps({"model_id": self._model_id})

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from hearth.errors import BusyError
 from hearth.sync.store import MemorySnapshotStore
 from hearth.tinker.bases import BaseLostError, ask
 from hearth.tinker.journal import RunJournal
@@ -19,6 +20,7 @@ from hearth.tinker.runs import RunOperation, TinkerRun
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerOptions
 from hearth.trainer.service import create_app
+from hearth.wire.room import Room
 from hearth.wire.tinker import LoraSpec
 from training.quickstart import MODEL
 
@@ -78,11 +80,12 @@ async def finish(
     return {"metrics": answer.get("metrics")}
 
 
-def make_run(connection: Connection, folder: Path) -> TinkerRun:
+def make_run(connection: Connection, folder: Path, room: int = 2**20) -> TinkerRun:
     facts = RunFacts(
         owner="a", session_id="s", base_model=connection.name, lora=LoraSpec(rank=4, seed=3)
     )
-    return TinkerRun("s:train:0", facts, connection, RunJournal(folder), finish)  # type: ignore[arg-type]
+    held = Room(room, "bytes of operations")
+    return TinkerRun("s:train:0", facts, connection, RunJournal(folder), finish, held)  # type: ignore[arg-type]
 
 
 def make_operations() -> list[RunOperation]:
@@ -151,3 +154,29 @@ async def test_a_run_that_is_read_again_goes_on_where_it_was(connect, tmp_path) 
         begin = end
 
     assert await collect(run) == expected
+
+
+async def test_what_waits_for_a_lower_number_takes_bounded_memory_and_ends_with_its_run(
+    connect, tmp_path
+) -> None:
+    run = make_run(connect("trainer", 0.0), tmp_path / "run", room=200)
+
+    def accept(number: int, size: int) -> None:
+        run.accept(RunOperation("forward", b"{" + b" " * (size - 2) + b"}", number))
+
+    accept(3, 90)
+    with pytest.raises(BusyError, match="bytes of operations in flight of one client must be at"):
+        accept(2, 90)
+    accept(1, 5000)  # what closes a gap needs no room
+    accept(2, 5000)
+    accept(5, 100)  # the third is on the disk
+    with pytest.raises(BusyError):
+        accept(6, 1)
+    assert await run.wait(5, 0) is None
+
+    await run.close()
+
+    result = await run.wait(5, 0)
+    assert result is not None
+    assert b"whose session has ended" in result
+    assert run._room.in_flight() == 0
