@@ -99,6 +99,20 @@ def test_a_trainer_publishes_what_the_control_plane_lists_and_exports(
     assert "worker trainer-0 closes" in launcher.log_path("trainer-0").read_text()
 
 
+def test_what_was_served_from_snapshots_that_ended_with_their_platform_is_forgotten(
+    make_launcher, tmp_path
+):
+    file = tmp_path / "data/deployments/d/serving.json"
+    file.parent.mkdir(parents=True)
+    file.touch()
+
+    make_launcher(snapshot_store="folder").close()
+    assert file.exists()
+
+    make_launcher(snapshot_store="ray")
+    assert not file.exists()
+
+
 def test_a_worker_that_is_killed_is_reported_with_its_last_lines(make_launcher, spec):
     launcher = make_launcher()
     worker, watcher = start_worker(launcher, spec())
