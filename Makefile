@@ -27,6 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
+	@echo "before the commands above, in this shell: source $(VENV)/bin/activate"
 
 test: $(VENV)/.dev  ## Run all tests that this machine can run; TESTERS at a time.
 	$(PYTEST) --ignore=tests/scale

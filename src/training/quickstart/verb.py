@@ -18,7 +18,7 @@ class QuickstartOptions:
     seed: int = 0
     """Fixes everything but the wall times."""
     steps: int = 128
-    """Optimizer steps, of 16 rows each; at most 128."""
+    """Rows to train on, 16 for each; at most 128. Rows that teach nothing make it fewer steps."""
 
 
 def quickstart(arguments: list[str] | None = None) -> int:

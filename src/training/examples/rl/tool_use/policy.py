@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from tokenizers import AddedToken
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,11 +88,13 @@ def make_policy(folder: Path, steps: int) -> None:
     logger.info("the policy is warmed up for %d batches; it is kept in %s", steps, folder)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    write_policy(unfinished, steps)
+    # Minutes on two busy cores, so it shows how far it is.
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    write_policy(unfinished, steps, console)
     unfinished.rename(folder)
 
 
-def write_policy(folder: Path, steps: int) -> None:
+def write_policy(folder: Path, steps: int, console: Console) -> None:
     """Warm the shipped model up and write it with its tokenizer."""
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -100,12 +104,12 @@ def write_policy(folder: Path, steps: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    train_on_lessons(model, tokenizer, steps)
+    train_on_lessons(model, tokenizer, steps, console)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def train_on_lessons(model: Any, tokenizer: Any, steps: int) -> None:
+def train_on_lessons(model: Any, tokenizer: Any, steps: int, console: Console) -> None:
     """Train on batches of good conversations and then of careless ones."""
     rng = random.Random(0)
     problems = split_problems()[1]
@@ -115,7 +119,7 @@ def train_on_lessons(model: Any, tokenizer: Any, steps: int) -> None:
         lessons = [lesson(problem, rng) for problem in rng.choices(problems, k=BATCH)]
         return lesson_loss(model, tokenizer, lessons)
 
-    warm_up(model, range(steps), steps, loss_of)
+    warm_up(model, track(range(steps), "making the policy", console=console), steps, loss_of)
 
 
 def lesson_loss(model: Any, tokenizer: Any, lessons: Sequence[list[Message]]) -> torch.Tensor:
