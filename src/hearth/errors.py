@@ -17,6 +17,7 @@
     |   `-- StorageError (OSError)           a disk is full, read-only or broken
     |-- RequestFailedError (RuntimeError)    what a client sees when its future failed
     `-- TransportError (ConnectionError)     no answer, or one that the protocol does not know
+        `-- UnreachableError                 no answer at all
 
 Messages have one form: ``<field> must be <rule>, got <value>: <why, or what to do>``.
 """
@@ -142,3 +143,7 @@ class TransportError(HearthError, ConnectionError):
 
     status = 503
     code = "unavailable"
+
+
+class UnreachableError(TransportError):
+    """No answer came: no platform runs there, or it is not reached from here."""

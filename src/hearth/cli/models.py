@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from hearth.cli.resources import ACCOUNT, Platform
-from hearth.errors import ConfigError, TransportError
+from hearth.errors import ConfigError, UnreachableError
 from hearth.exit_codes import ExitCode, exit_code
 
 if TYPE_CHECKING:  # half a second to import, which --help is spared
@@ -142,13 +142,13 @@ def _find_deployment(flags: Platform, id: str) -> str:
 
     Raises:
         ConfigError: the platform has none of this id.
-        TransportError: no platform answers.
+        UnreachableError: no platform answers.
     """
     manager = flags.open_deployments()
     try:
         found = manager.get(id)
-    except TransportError:
-        raise TransportError(
+    except UnreachableError:
+        raise UnreachableError(
             f"model must be a folder, a hub id or a deployment's id, got {id!r}, which is no "
             f"folder; and no platform answers at {flags.url}: start one with `hearth serve`, or "
             "say where it is with --base-url or HEARTH_URL"

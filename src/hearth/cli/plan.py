@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hearth.control.catalog import read_catalog
 from hearth.exit_codes import exit_code
-from hearth.planning.architecture import read_architecture
+from hearth.planning.architecture import LoraPart, read_architecture
 from hearth.planning.memory import GIB, ITEMSIZE
 from hearth.planning.plan import Layout, Plan, PlanRequest, catalog_entry, make_plan
 
@@ -32,6 +32,8 @@ class PlanFlags:
     """Memory of each GPU, in GiB."""
     lora_rank: int | None = None
     """Train an adapter of this rank instead of all parameters."""
+    lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
+    """Parts that the adapter changes, as in a recipe's settings."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the weights."""
     reference: bool = False
@@ -58,6 +60,7 @@ def plan(arguments: list[str]) -> int:
             context=flags.context,
             gpu_memory_gib=flags.gpu_memory_gib,
             lora_rank=flags.lora_rank,
+            lora_targets=flags.lora_targets,
             dtype=flags.dtype,
             has_reference=flags.reference,
             offload_optimizer=flags.offload_optimizer,
@@ -142,7 +145,7 @@ def _print_table(console: Console, title: str, parts: Mapping[str, int]) -> None
 def _count_trained(request: PlanRequest) -> int:
     if request.lora_rank is None:
         return request.model.parameters
-    return request.model.lora_parameters(request.lora_rank)
+    return request.model.lora_parameters(request.lora_rank, request.lora_targets)
 
 
 def _gib(num_bytes: int) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hearth.errors import NotFoundError, TransportError
+from hearth.errors import NotFoundError, UnreachableError
 from hearth.exit_codes import ExitCode, exit_code
 from hearth.settings import read_api_key, read_url
 
@@ -68,12 +68,12 @@ class Platform:
         """Say what to do where no platform answers.
 
         Raises:
-            TransportError: one was raised in the body of the ``with``.
+            UnreachableError: one was raised in the body of the ``with``.
         """
         try:
             yield
-        except TransportError as error:
-            raise TransportError(
+        except UnreachableError as error:
+            raise UnreachableError(
                 f"base_url must be a platform that answers, got {self.url}: {error} Start one with "
                 "`hearth serve`, or say where it is with --base-url or HEARTH_URL"
             ) from None

@@ -6,14 +6,16 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hearth.errors import ConfigError
 
 Linear = tuple[int, int]
 """Inputs and outputs of a linear layer."""
+LoraPart = Literal["attn", "mlp", "unembed"]
+"""The linear layers that an adapter can change: of attention, of the MLPs, the output head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +134,15 @@ class Architecture:
         linears = [*self.attention_linears, *(self.mlp_linears if self.dense_layers else [])]
         return max(self.vocab * self.hidden, experts, *(a * b for a, b in linears))
 
-    def lora_parameters(self, rank: int) -> int:
-        """Of an adapter of that rank on all linear layers but the head.
+    def lora_parameters(self, rank: int, targets: Sequence[LoraPart] = ("attn", "mlp")) -> int:
+        """Of an adapter of that rank on the linear layers of these parts.
 
         PEFT does not treat experts and their routers as linear layers: an adapter leaves them out.
         """
-        attention = sum(a + b for a, b in self.attention_linears)
-        mlp = sum(a + b for a, b in self.mlp_linears)
-        return rank * (self.num_layers * attention + self.dense_layers * mlp)
+        attention = self.num_layers * sum(a + b for a, b in self.attention_linears)
+        mlp = self.dense_layers * sum(a + b for a, b in self.mlp_linears)
+        sizes = {"attn": attention, "mlp": mlp, "unembed": self.hidden + self.vocab}
+        return rank * sum(sizes[part] for part in set(targets))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Keys and values of one token in all layers, of ``itemsize`` bytes each."""

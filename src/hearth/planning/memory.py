@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hearth.planning.architecture import Architecture
+from hearth.planning.architecture import Architecture, LoraPart
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -42,6 +42,8 @@ class TrainerSetting:
     ranks: int = 1
     lora_rank: int | None = None
     """None trains all parameters."""
+    lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
+    """Parts whose linear layers an adapter changes."""
     micro_batch_tokens: int = 16384
     recompute_above: int | None = None
     """Passes of more tokens than this compute activations again; None never does."""
@@ -59,6 +61,10 @@ class TrainerSetting:
         """Whether a full micro-batch computes its activations again."""
         limit = self.recompute_above
         return limit is not None and self.micro_batch_tokens > limit
+
+    def trains(self, part: LoraPart) -> bool:
+        """Whether the linear layers of this part are trained, themselves or by an adapter."""
+        return self.lora_rank is None or part in self.lora_targets
 
 
 def trainer_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
@@ -88,7 +94,7 @@ def state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
     All of it is float32 except the weights, and an adapter is its own master.
     """
     size = ITEMSIZE[setting.dtype]
-    adapter = model.lora_parameters(setting.lora_rank) if setting.lora_rank is not None else 0
+    adapter = adapter_parameters(model, setting)
     trained = adapter or model.parameters
     return {
         "weights": size * model.parameters + 4 * adapter,
@@ -96,6 +102,13 @@ def state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
         "gradients": 4 * trained,
         "moments": 8 * trained,
     }
+
+
+def adapter_parameters(model: Architecture, setting: TrainerSetting | ReplicaSetting) -> int:
+    """Of the adapter; 0 where all parameters are trained."""
+    if setting.lora_rank is None:
+        return 0
+    return model.lora_parameters(setting.lora_rank, setting.lora_targets)
 
 
 def rank_state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
@@ -109,7 +122,7 @@ def rank_state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, 
         trained = _share(model.parameters, setting.ranks)
         return {"weights": 4 * trained, "gradients": 4 * trained, "moments": 8 * trained}
     whole = state_bytes(model, setting)
-    adapter = 4 * model.lora_parameters(setting.lora_rank)
+    adapter = 4 * adapter_parameters(model, setting)
     base = _share(ITEMSIZE[setting.dtype] * model.parameters, setting.ranks)
     return whole | {"weights": base + adapter}
 
@@ -160,33 +173,37 @@ def layer_bytes_per_token(model: Architecture, setting: TrainerSetting) -> int:
 
 
 def _layer_bytes(model: Architecture, setting: TrainerSetting, *, is_sparse: bool) -> int:
-    adapter = 0 if setting.lora_rank is None else 4 * 7 * setting.lora_rank
+    linears = 4 * setting.trains("attn") + 3 * setting.trains("mlp")
+    adapter = 0 if setting.lora_rank is None else 4 * linears * setting.lora_rank
     if setting.is_fused:
         return 4 * _count_fused_layer(model) + adapter
     size, hidden = ITEMSIZE[setting.dtype], model.hidden
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # A norm keeps its input in float32, and the normalized input for its weight's gradient.
-    norm = 4 if adapter else 4 + size
-    kept = 2 * norm * hidden + _input_bytes(setting, hidden, 3)
+    norm = 4 if setting.lora_rank is not None else 4 + size
+    kept = 2 * norm * hidden + _input_bytes(setting, "attn", hidden, 3)
     kept += size * (2 * queries + 2 * keys) + 4 * model.heads
     if model.has_head_norms:
         kept += norm * (queries + keys)
-    if adapter and size == 2:
-        kept += _input_bytes(setting, queries, 1)
+    if setting.lora_rank is not None and size == 2:
+        kept += _input_bytes(setting, "attn", queries, 1)
     if is_sparse:
         # Frozen experts keep no inputs.
-        inputs = 1 if adapter else 2
+        inputs = 1 if setting.lora_rank is not None else 2
         each = inputs * size * hidden + (2 + inputs) * size * model.expert_inner
         kept += size * hidden + model.experts_per_token * each + (4 + size) * model.experts
     else:
         # Gate, its SiLU and up; inputs of gate and up, and of down.
         kept += 3 * size * model.inner
-        kept += _input_bytes(setting, hidden, 2) + _input_bytes(setting, model.inner, 1)
+        kept += _input_bytes(setting, "mlp", hidden, 2)
+        kept += _input_bytes(setting, "mlp", model.inner, 1)
     return kept + adapter
 
 
-def _input_bytes(setting: TrainerSetting, width: int, linears: int) -> int:
-    """What some linear layers keep of the input that they share."""
+def _input_bytes(setting: TrainerSetting, part: LoraPart, width: int, linears: int) -> int:
+    """What some linear layers of a part keep of the input that they share."""
+    if not setting.trains(part):
+        return 0
     size = ITEMSIZE[setting.dtype]
     if setting.lora_rank is None or size == 4:
         return size * width
@@ -214,7 +231,7 @@ def logit_bytes(model: Architecture, setting: TrainerSetting) -> int:
 def snapshot_bytes(model: Architecture, setting: TrainerSetting) -> int:
     """A whole snapshot for a deployment: all weights, or the adapter."""
     if setting.lora_rank is not None:
-        return 4 * model.lora_parameters(setting.lora_rank)
+        return 4 * adapter_parameters(model, setting)
     return ITEMSIZE[setting.dtype] * model.parameters
 
 
@@ -240,6 +257,7 @@ class ReplicaSetting:
     sequences: int = 64
     """Completions in flight, all as long as the context allows."""
     lora_rank: int | None = None
+    lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
     stages_weights: bool = False
     """Whether new weights are on the GPU beside the old ones until they are verified."""
 
@@ -254,7 +272,7 @@ def replica_bytes(model: Architecture, setting: ReplicaSetting) -> dict[str, int
     cache = slots * setting.context * model.kv_bytes_per_token(size)
     weights = _share(size * model.parameters, setting.gpus)
     if setting.lora_rank is not None:
-        weights += 4 * model.lora_parameters(setting.lora_rank)
+        weights += 4 * adapter_parameters(model, setting)
     prefill = PREFILL_TOKENS * size * (3 * _widest(model) + 4 * model.hidden)
     workspace = SERVING_FIXED + prefill + 8 * setting.sequences * model.vocab
     parts = {"weights": weights, "KV cache": _share(cache, splits), "workspace": workspace}

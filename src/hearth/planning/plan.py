@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hearth.errors import ConfigError
-from hearth.planning.architecture import Architecture
+from hearth.planning.architecture import Architecture, LoraPart
 from hearth.planning.memory import (
     GIB,
     ITEMSIZE,
@@ -59,6 +59,7 @@ class PlanRequest:
     """Tokens of the longest sequence, prompt included."""
     gpu_memory_gib: float = 80.0
     lora_rank: int | None = None
+    lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
     dtype: Dtype = "bfloat16"
     has_reference: bool = False
     offload_optimizer: bool = False
@@ -71,6 +72,8 @@ class PlanRequest:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
+        if not self.lora_targets:
+            raise ConfigError("lora_targets must be one or more of attn, mlp, unembed, got none")
         if not self.gpu_memory_gib > 0:
             raise ConfigError(f"gpu_memory_gib must be > 0, got {self.gpu_memory_gib}")
         longest = self.model.max_positions
@@ -276,6 +279,7 @@ def _replica(
         context=request.context,
         sequences=sequences,
         lora_rank=request.lora_rank,
+        lora_targets=request.lora_targets,
     )
 
 
@@ -285,6 +289,7 @@ def _trainer(request: PlanRequest, *, ranks: int, room: int, kept: int = 0) -> T
         dtype=request.dtype,
         ranks=ranks,
         lora_rank=request.lora_rank,
+        lora_targets=request.lora_targets,
         has_reference=request.has_reference,
         snapshots_on_device=kept,
         offload_optimizer=request.offload_optimizer and ranks > 1,

@@ -29,6 +29,7 @@ from hearth.errors import (
     RequestError,
     TooLargeError,
     TransportError,
+    UnreachableError,
 )
 from hearth.wire.messages import HttpRequest, HttpResponse, call_app
 
@@ -145,7 +146,7 @@ class Http:
         """Send until there is a response that is not transient.
 
         Raises:
-            HearthError: the class that fits the final status; TransportError where there was none.
+            HearthError: the class that fits the final status, or UnreachableError without one.
         """
         policy = retries or self._retries
         last: HttpResponse | None = None
@@ -173,7 +174,7 @@ class Http:
                 await asyncio.sleep(policy.delay_s(attempt, last))
         if last is not None:
             return raise_for_status(last)
-        raise TransportError(
+        raise UnreachableError(
             f"{request.method} {self.base_url}{request.path} failed {policy.attempts} times, last "
             f"with {failure}: is the platform running there?"
         )

@@ -10,6 +10,7 @@ from tests.unit.control.conftest import ScriptedLauncher
 from tests.waiting import wait_until
 
 from hearth.cli.models import chat, deploy, find_model, name_deployment
+from hearth.cli.resources import Platform as Address
 from hearth.cli.resources import find_new, logs, ps, start, stop
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
@@ -17,7 +18,7 @@ from hearth.control.catalog import read_catalog
 from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, TransportError, UnreachableError
 from hearth.wire.fireworks import Deployment, TrainerJob
 from training.quickstart import MODEL
 
@@ -341,6 +342,15 @@ def test_a_platform_that_is_not_there_is_one_line_that_says_how_to_start_one(
     assert "got http://127.0.0.1:9: " in error[0]
     assert "Start one with `hearth serve`" in error[0]
     assert "--base-url" in error[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(TransportError("too many"), "^too many$"), (UnreachableError("gone:"), "gone: Start one")],
+)
+def test_a_refusal_is_not_taken_for_a_platform_that_is_not_there(error, told):
+    with pytest.raises(TransportError, match=told), Address().explain_absence():
+        raise error
 
 
 def test_a_wrong_key_is_one_line_that_says_what_to_do(platform, capsys):

@@ -44,6 +44,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 128
 """A multiple of 32, so that no row is padding."""
 LIMITS = Limits(96, 256, 256)
+BOTH = ("attn", "mlp")
 QWEN_8B = read_architecture(PUBLISHED["qwen3-8b"]().to_dict())
 
 
@@ -74,13 +75,16 @@ def live() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize(
+    ("rank", "targets"), [(None, BOTH), (4, BOTH), (4, ("attn",)), (4, ("mlp", "unembed"))]
+)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
-    tmp_path: Path, kind: str, rank: int | None, dtype: Any
+    tmp_path: Path, kind: str, rank: int | None, targets: Any, dtype: Any
 ) -> None:
     model = saved(tmp_path, kind)
-    planned = state_bytes(model, TrainerSetting(dtype=dtype, lora_rank=rank))
+    setting = TrainerSetting(dtype=dtype, lora_rank=rank, lora_targets=targets)
+    planned = state_bytes(model, setting)
     before = live()
     engine = TrainerEngine(
         tmp_path,
@@ -88,7 +92,7 @@ def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
         checkpoint_dir=tmp_path / "checkpoints",
         options=TrainerOptions(dtype=dtype),
     )
-    model_id = engine.create_model(None if rank is None else LoraOptions(rank=rank))
+    model_id = engine.create_model(None if rank is None else make_lora(rank, targets))
 
     engine.forward_backward(model_id, [datum()])
     trained = live()
@@ -102,6 +106,12 @@ def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
     moments = stepped["all"] - trained["all"] + planned["gradients"]
     assert planned["moments"] < moments < planned["moments"] + 4 * 200
     engine.close()
+
+
+def make_lora(rank: int, targets: tuple[str, ...]) -> LoraOptions:
+    """An adapter on these parts."""
+    parts: Any = {f"train_{part}": part in targets for part in ("attn", "mlp", "unembed")}
+    return LoraOptions(rank=rank, **parts)
 
 
 def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
@@ -166,6 +176,24 @@ def test_activations_are_those_that_autograd_keeps_within_a_tenth(
 
     planned = TOKENS * activation_bytes_per_token(model, setting)
     assert 0.9 < planned / kept < 1.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_of_attention_alone_keeps_no_inputs_of_the_mlp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
+    model = saved(tmp_path, "qwen3")
+    loaded = load_model(tmp_path, dtype=dtype)
+    attach_lora(loaded, make_lora(4, ("attn",)))
+    both = TrainerSetting(dtype=dtype, lora_rank=4, micro_batch_tokens=TOKENS)
+    setting = replace(both, lora_targets=("attn",))
+
+    kept = kept_bytes(loaded)
+
+    planned = activation_bytes_per_token(model, setting)
+    assert 0.9 < TOKENS * planned / kept < 1.1
+    assert planned < activation_bytes_per_token(model, both)
 
 
 def test_the_kv_cache_of_a_token_is_that_of_the_engine() -> None:
