@@ -271,16 +271,16 @@ def test_a_deployment_of_another_model_is_not_taken_for_it(platform, tmp_path, c
 
 @pytest.mark.slow
 def test_a_stopped_deployment_is_shown_so_and_deploying_it_again_starts_it(platform, capsys):
-    platform.deployment("model")
+    before = platform.deployment("model")
     assert stop(["model"]) == 0
     assert ps([]) == 0
     assert shown(capsys)[-1].split()[:3] == ["model", "deployment", "STOPPED"]
 
     thread = threading.Thread(target=deploy, args=([str(MODEL)],))
     thread.start()
-    wait_until(lambda: platform.plane.deployments.get("model").max_replica_count == 1)
+    wait_until(lambda: platform.script.last("model") is not before)
     platform.script.last("model").starts()
-    thread.join(30)
+    thread.join()
 
     assert "it is ready: hearth chat model" in capsys.readouterr().out
 
