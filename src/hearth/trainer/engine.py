@@ -164,9 +164,8 @@ class TrainerEngine:
         else:
             self._make_room(owner, replace=replace)
             model = self._residents.add_policy(lora, owner)
-        logger.info(
-            "trainer %s: model %s, LoRA rank %d", self.name, model.model_id, model.lora_rank
-        )
+        part = f"LoRA rank {model.lora_rank}" if model.lora_rank else "all parameters"
+        logger.info("trainer %s: model %s, %s", self.name, model.model_id, part)
         return model.model_id
 
     @_run_alone
