@@ -22,7 +22,7 @@ def test_a_model_answers_each_message_of_the_conversation(capsys, monkeypatch):
     ("target", "message"),
     [
         ("/nowhere/at/all", "base_model must be"),
-        ("nothing", "base_url must be a platform that answers"),
+        ("nothing", "no platform answers at"),
     ],
 )
 def test_what_cannot_be_talked_with_is_refused(target, message, capsys, monkeypatch):

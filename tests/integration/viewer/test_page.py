@@ -190,7 +190,11 @@ def test_chosen_runs_are_compared_and_the_page_names_where_they_part(page: Page)
     page.wait(
         "return /parts at step 1; its samples at step 5, token \\d+/.test(document.body.innerText)"
     )
-    assert page.ask("return document.querySelectorAll('.uplot canvas').length") > 0
+    # A chart is drawn once it is in sight.
+    page.wait(
+        "window.scrollTo(0, document.body.scrollHeight);"
+        "return document.querySelectorAll('.uplot canvas').length > 0"
+    )
 
 
 def test_a_prompt_is_walked_through_time(page: Page) -> None:

@@ -291,7 +291,7 @@ ERRORS: list[tuple[dict[str, Any], Any, str]] = [
     ({"truncated_completions": "keep"}, [{}], "truncated_completions must be one of"),
     ({}, None, "rows must be given"),
     ({}, ["row"], r"rows\[0\] must be a JSON object"),
-    ({"dataset": "/nowhere.jsonl"}, None, "dataset must be a JSONL file"),
+    ({"dataset": "/nowhere.jsonl"}, None, "dataset must be a JSONL, Parquet or CSV file"),
 ]
 
 
