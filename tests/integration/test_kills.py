@@ -65,7 +65,8 @@ def whole(served, tmp_path_factory):
 def test_a_worker_that_is_killed_comes_back_and_the_run_ends_as_if_nothing_was(
     served, whole, tmp_path, victim, phase
 ):
-    folder = tmp_path / f"{victim}-{phase}"
+    # A test that is run again makes a model of another name.
+    folder = tmp_path / f"{victim}-{phase}-{time.monotonic_ns() % 10**6}"
     victims = Victims(served)
 
     with kill_in(victims, PHASES[phase], folder, lambda: victims.pid(victim)) as killer:

@@ -20,10 +20,7 @@ def test_a_model_answers_each_message_of_the_conversation(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [
-        ("/nowhere/at/all", "base_model must be"),
-        ("nothing", "no platform answers at"),
-    ],
+    [("/nowhere/at/all", "base_model must be"), ("nothing", "no platform answers at")],
 )
 def test_what_cannot_be_talked_with_is_refused(target, message, capsys, monkeypatch):
     monkeypatch.setenv("FIREWORKS_BASE_URL", "http://127.0.0.1:9")
