@@ -240,8 +240,8 @@ class Deployments(Resources[Deployment]):
         if Deployment.from_dict(record.body).max_replica_count == 0:
             return ClosedError(
                 f"deployment {record.id!r} must have a replica, got none: it was stopped, or its "
-                f"run has ended; `hearth start {record.id}` starts it, as does maxReplicaCount 1; a "
-                "loop of your own uses it inside the `with` block that provisioned it"
+                f"run has ended; `hearth start {record.id}` starts it, as does maxReplicaCount 1; "
+                "your own loop uses it inside the `with` block that provisioned it"
             )
         return NotReadyError(
             f"deployment {record.id!r} must be ready, got {record.state}: ask again soon"
