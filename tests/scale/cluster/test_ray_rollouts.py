@@ -92,11 +92,11 @@ def test_a_platform_that_a_node_does_not_reach_is_refused_at_once(cluster):
         completions_per_prompt=1,
         extras={"seen": ""},
     )
-    with pytest.raises(ConfigError, match="FIREWORKS_BASE_URL must be an address that every node"):
+    with pytest.raises(ConfigError, match="HEARTH_URL must be an address that every node"):
         run_on_cluster(elsewhere, 1)(setup)
 
 
 def test_a_platform_in_this_process_cannot_be_reached_from_elsewhere(tmp_path):
     fields = async_config(tmp_path, rollout_workers="ray")
-    with pytest.raises(ConfigError, match="rollout_workers must be 'loop' without FIREWORKS_BASE"):
+    with pytest.raises(ConfigError, match="rollout_workers must be 'loop' without HEARTH_URL"):
         fields.validate()
