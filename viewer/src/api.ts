@@ -236,12 +236,14 @@ export interface Answer<T> {
 
 /**
  * The answer of a URL, null for none. While the next URL's answer is under way the last one stays.
- * With `live` it is asked for again when that run grows ("*": any run). `fetchAll` asks for more with it.
+ * With `live` it is asked for again when that run grows ("*": any run), once a `pause` of milliseconds at
+ * most. `fetchAll` asks for more with it.
  */
 export function useApi<T>(
   url: string | null,
   live?: string,
   fetchAll: (url: string, init: RequestInit) => Promise<T> = fetchJson<T>,
+  pause?: number,
 ): Answer<T> {
   const [answer, setAnswer] = useState<Answer<T> & { url: string | null }>({
     data: null,
@@ -276,7 +278,7 @@ export function useApi<T>(
       if (stale.current && !abort.signal.aborted) void ask();
     };
     void ask();
-    const stop = live ? onGrowth(live === "*" ? null : live, () => void ask()) : null;
+    const stop = live ? onGrowth(live === "*" ? null : live, () => void ask(), pause) : null;
     return () => {
       abort.abort();
       stop?.();

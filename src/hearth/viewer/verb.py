@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -12,6 +13,7 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated
 
 import tyro
@@ -23,6 +25,8 @@ from hearth.exit_codes import ExitCode, exit_code
 HOST = "127.0.0.1"
 _DEFAULT = Path("runs")
 _DRAIN_S = 0.2
+_NICENESS = 10
+"""Levels below the priority of what started the viewer; Linux gives it a tenth of a busy core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,12 @@ def view(arguments: list[str]) -> int:
             show_runs(roots)
             return
         logging.getLogger("hearth").setLevel(logging.ERROR)
-        serve(roots, flags.port, lambda url: _show(url, opens=flags.browser))
+        urls: SimpleQueue[str] = SimpleQueue()
+        if flags.browser:
+            # Started before the server lowers its priority, which threads and browser inherit. Some
+            # browsers return only when they end.
+            threading.Thread(target=lambda: webbrowser.open(urls.get()), daemon=True).start()
+        serve(roots, flags.port, lambda url: _show(url, urls))
 
     code = exit_code(run)
     return ExitCode.DONE if code == ExitCode.INTERRUPTED else code  # Ctrl-C is how it ends
@@ -72,6 +81,8 @@ def serve(roots: Sequence[Path], port: int, on_ready: Callable[[str], None]) -> 
 
 
 async def _serve(roots: Sequence[Path], port: int, on_ready: Callable[[str], None]) -> None:
+    # A run beside it goes first: its threads wait for each other, so a busy core slows all of them.
+    os.nice(_NICENESS)
     # The server's libraries are loaded here, so that --help is quick.
     from hearth.viewer.app import create_app
     from hearth.viewer.library import Library
@@ -111,8 +122,6 @@ def _find_roots(runs: Sequence[Path]) -> list[Path]:
     return [_DEFAULT]
 
 
-def _show(url: str, *, opens: bool) -> None:
+def _show(url: str, urls: SimpleQueue[str]) -> None:
     Console(soft_wrap=True, highlight=False, markup=False).print(f"viewing at {url}")
-    if opens:
-        # Some browsers return only when they end.
-        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    urls.put(url)

@@ -2,6 +2,7 @@
 import { useMemo } from "preact/hooks";
 import { fetchJson, runUrl, useApi, type RunDetail, type RunEvent, type Series } from "../api";
 import { formatCount, formatFixed, formatSeconds, formatTime } from "../format";
+import { CHARTS_PAUSE_MS } from "../live";
 import { chooseName, LEADING } from "../metrics";
 import { AxisControls, EventControls, Plots } from "../plots";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
@@ -16,8 +17,12 @@ export function CurvesView({ run }: { run: RunDetail }) {
   const names = charts.map(({ name }) => name).join(",");
   const url = runUrl(run.key, `/series?names=${encodeURIComponent(names)}`);
   // Both at once, so that the charts are drawn once.
-  const { data, error } = useApi<[Series, { events: RunEvent[] }]>(url, run.key, (url, init) =>
-    Promise.all([fetchJson<Series>(url, init), fetchJson<{ events: RunEvent[] }>(runUrl(run.key, "/events"), init)]),
+  const { data, error } = useApi<[Series, { events: RunEvent[] }]>(
+    url,
+    run.key,
+    (url, init) =>
+      Promise.all([fetchJson<Series>(url, init), fetchJson<{ events: RunEvent[] }>(runUrl(run.key, "/events"), init)]),
+    CHARTS_PAUSE_MS,
   );
   const [series, events] = [data?.[0], data?.[1].events ?? []];
   const sources = useMemo(() => (series ? [{ label: run.name, series, events }] : []), [data]);
