@@ -3,10 +3,11 @@ import { useEffect, useState } from "preact/hooks";
 
 // What is shown is asked for again at most this often, and not while nobody sees the page.
 const PAUSE_MS = 600;
-/** Charts, whose drawing takes the processor from a run beside the browser. */
-export const CHARTS_PAUSE_MS = 5000;
+/** The numbers and curves of a run: asking and drawing takes the processor from a run on the same machine. */
+export const RUN_PAUSE_MS = 5000;
 
 const listeners = new Set<Listener>();
+const steps = new Map<string, number>();
 const watchers = new Set<(connected: boolean) => void>();
 let connected = false;
 let source: EventSource | null = null;
@@ -22,7 +23,9 @@ function connect(): void {
   source.onopen = () => setConnected(true);
   source.onerror = () => setConnected(false);
   source.onmessage = (event: MessageEvent<string>) => {
-    const { run } = JSON.parse(event.data) as { run: string };
+    const { run, step } = JSON.parse(event.data) as { run: string; step: number | null };
+    if (step === null) steps.delete(run);
+    else steps.set(run, step);
     for (const listener of listeners) listener.noticeGrowth(run);
   };
   document.addEventListener("visibilitychange", () => {
@@ -73,6 +76,14 @@ export function onGrowth(run: string | null, callback: () => void, pause = PAUSE
     listeners.delete(listener);
     listener.stop();
   };
+}
+
+/** The last step of a run, as soon as its line is there; before that, the one that is known. */
+export function useLastStep(run: string, known: number | null): number | null {
+  const [step, setStep] = useState(known);
+  useEffect(() => onGrowth(run, () => setStep(steps.get(run) ?? null)), [run]);
+  useEffect(() => setStep(known), [run, known]);
+  return step;
 }
 
 /** Whether the server is reached. */

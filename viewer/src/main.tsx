@@ -5,7 +5,7 @@ import { useEffect, useState } from "preact/hooks";
 import { useApi, runUrl, type RunDetail } from "./api";
 import { applyTheme, chosenTheme, setTheme } from "./colors";
 import { KeyList, focusSearch, useKeys } from "./keys";
-import { useConnected } from "./live";
+import { RUN_PAUSE_MS, useConnected } from "./live";
 import { currentLink, followLinks, linkTo, navigate, useRoute } from "./router";
 import { State } from "./signs";
 import { copyText, Empty, Failure, Line, Notices } from "./text";
@@ -43,7 +43,7 @@ function Page() {
   const run = path[0] === "run" ? (path[1] ?? null) : null;
   const view = path[2] ?? "curves";
   const tab = TAB_OF[view] ?? view;
-  const detail = useApi<RunDetail>(run ? runUrl(run) : null, run ?? undefined);
+  const detail = useApi<RunDetail>(run ? runUrl(run) : null, run ?? undefined, undefined, RUN_PAUSE_MS);
   const switchTheme = () => {
     setTheme(NEXT_THEME[theme]);
     setShownTheme(NEXT_THEME[theme]);

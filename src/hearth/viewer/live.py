@@ -13,7 +13,7 @@ from hearth.errors import BusyError
 from hearth.viewer.library import Library
 from hearth.viewer.run import Signature
 
-LOOK_EVERY_S = 0.25
+LOOK_EVERY_S = 0.4
 STATES_EVERY_S = 2.0
 """States change without a file: a process dies."""
 _SIGN_OF_LIFE_S = 15.0
@@ -73,6 +73,8 @@ class Live:
             now = await asyncio.to_thread(self._look, seen, with_states)
             if with_states:
                 asked_states = time.monotonic()
+            if now == seen:
+                continue
             for event in await asyncio.to_thread(self._describe, seen, now):
                 self._tell(b"data: " + orjson.dumps(event) + b"\n\n")
             seen = now

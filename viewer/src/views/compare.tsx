@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { fetchJson, runUrl, useApi, type Comparison, type Run, type RunDetail, type Series } from "../api";
 import { seriesColor, useDark } from "../colors";
-import { CHARTS_PAUSE_MS, onGrowth } from "../live";
+import { RUN_PAUSE_MS, onGrowth } from "../live";
 import { AxisControls, letterOf, Plots, type Source } from "../plots";
 import { linkTo, setQuery, useRoute } from "../router";
 import { State } from "../signs";
@@ -80,7 +80,7 @@ function useSources(runs: Run[], names: string): Source[] {
       if (current) setSources(found);
     };
     if (runs.length > 0) void ask().catch(() => {});
-    const stops = runs.map((run) => onGrowth(run.key, () => void ask().catch(() => {}), CHARTS_PAUSE_MS));
+    const stops = runs.map((run) => onGrowth(run.key, () => void ask().catch(() => {}), RUN_PAUSE_MS));
     return () => {
       current = false;
       for (const stop of stops) stop();

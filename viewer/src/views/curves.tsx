@@ -2,7 +2,7 @@
 import { useMemo } from "preact/hooks";
 import { fetchJson, runUrl, useApi, type RunDetail, type RunEvent, type Series } from "../api";
 import { formatCount, formatFixed, formatSeconds, formatTime } from "../format";
-import { CHARTS_PAUSE_MS } from "../live";
+import { RUN_PAUSE_MS, useLastStep } from "../live";
 import { chooseName, LEADING } from "../metrics";
 import { AxisControls, EventControls, Plots } from "../plots";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
@@ -22,7 +22,7 @@ export function CurvesView({ run }: { run: RunDetail }) {
     run.key,
     (url, init) =>
       Promise.all([fetchJson<Series>(url, init), fetchJson<{ events: RunEvent[] }>(runUrl(run.key, "/events"), init)]),
-    CHARTS_PAUSE_MS,
+    RUN_PAUSE_MS,
   );
   const [series, events] = [data?.[0], data?.[1].events ?? []];
   const sources = useMemo(() => (series ? [{ label: run.name, series, events }] : []), [data]);
@@ -78,6 +78,7 @@ export function chooseCharts(metrics: string[], search: string): { title: string
 
 function Stats({ run }: { run: RunDetail }) {
   const first = run.spark.find((value) => value !== null) ?? null;
+  const step = useLastStep(run.key, run.step);
   const evaluations = run.evaluations.filter(({ accuracy, reward }) => accuracy !== null || reward !== null);
   const heldOut = (place: number) => evaluations[place]?.accuracy ?? evaluations[place]?.reward ?? null;
   return (
@@ -88,7 +89,7 @@ function Stats({ run }: { run: RunDetail }) {
         value={formatFixed(run.held_out)}
         note={evaluations.length > 1 ? `from ${formatFixed(heldOut(0))}` : ""}
       />
-      <Stat title="Step" value={formatCount(run.step)} />
+      <Stat title="Step" value={formatCount(step)} />
       <Stat
         title="Rows"
         value={formatCount(run.rows_done)}
