@@ -13,14 +13,15 @@ import hearth
 from hearth.cli.verbs import VERBS
 from hearth.wire.openapi import describe_platform
 from training.config.recipe import RecipeConfig
-from training.recipes import async_rl_loop, igpo_loop, rl_loop
+from training.config.rl import RLConfig
+from training.recipes import async_rl_loop, igpo_loop, rl_loop, sft_loop
 from training.run.metric_table import METRICS
 
 sys.path.append(str(Path(__file__).parents[2]))
 from tools.reference import command, config, http, metrics
 
 
-@pytest.mark.parametrize("recipe", [rl_loop, async_rl_loop, igpo_loop])
+@pytest.mark.parametrize("recipe", [rl_loop, async_rl_loop, igpo_loop, sft_loop])
 def test_every_field_of_a_config_is_on_the_page_of_settings(recipe):
     entries = set(re.findall(r"{py:attribute} \w+\.(\w+)$", config.describe_config(), re.MULTILINE))
 
@@ -32,9 +33,10 @@ def test_every_field_of_a_config_is_on_the_page_of_settings(recipe):
 def test_fields_of_parts_and_the_topics_are_those_of_the_code():
     page = config.describe_config()
 
-    assert config.TOPICS.keys() <= {field.name for field in dataclasses.fields(RecipeConfig)}
+    assert config.TOPICS.keys() <= {field.name for field in dataclasses.fields(RLConfig)}
     for name, part in (config.PARTS | config.OLDER).items():
-        assert isinstance(getattr(rl_loop.Config(), name), part)
+        owner = sft_loop if name == "tokenizer" else rl_loop
+        assert isinstance(getattr(owner.Config(), name), part)
         for setting in config.read_settings(part):
             assert f"{{py:attribute}} {name}.{setting.name}\n" in page
 
@@ -44,7 +46,8 @@ def test_a_setting_has_its_type_default_and_meaning():
         setting for setting in config.read_settings(RecipeConfig) if setting.name == "learning_rate"
     ]
 
-    assert rate == config.Setting("learning_rate", "float", "1e-05", "AdamW's learning rate.")
+    meaning = "AdamW's learning rate, before schedule and warm-up."
+    assert rate == config.Setting("learning_rate", "float", "1e-05", meaning)
 
 
 def test_every_metric_is_on_the_page_of_metrics():

@@ -249,6 +249,12 @@ class Recipes:
         arguments = [*_shared_flags(folder), "--no-shuffle", *flags]
         return self._start("async_rl_loop", url, folder, arguments)
 
+    def start_embedded(self, recipe: str, folder: Path, *flags: str) -> Recipe:
+        """Another recipe on a platform of its own, on the shipped model."""
+        given = {"log-path": folder, "base-model": MODEL}
+        own = [f"--{name}={value}" for name, value in given.items()]
+        return self._start(recipe, None, folder, [*own, *flags])
+
     def status(self, pid: int) -> int | None:
         """How a recipe ended: its exit code, or minus the signal; None while it runs."""
         return self._ask({"status": pid})

@@ -14,32 +14,39 @@ from typing import Any
 from training.config import parts
 from training.config.async_recipe import AsyncConfig
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.config.single_turn import SingleTurnConfig
+from training.config.supervised import SupervisedConfig
 from training.config.turn_credit import TurnCreditConfig
-from training.recipes import async_rl_loop, igpo_loop, rl_loop
+from training.recipes import async_rl_loop, igpo_loop, rl_loop, sft_loop
 
 SECTIONS: Mapping[str, tuple[type, ...]] = {
     "Every recipe": (RecipeConfig,),
+    "Recipes that sample": (RLConfig,),
     "rl_loop": (SingleTurnConfig, rl_loop.Config),
     "async_rl_loop and igpo_loop": (AsyncConfig, async_rl_loop.Config),
     "igpo_loop": (TurnCreditConfig, igpo_loop.Config),
+    "Recipes that train on given answers": (SupervisedConfig, sft_loop.Config),
 }
 """The classes whose own fields a section has; a field that is there twice has another default."""
 TOPICS = {
     "log_path": "Folder, model and rows",
+    "learning_rate": "Optimizer",
+    "lora_rank": "What is trained",
+    "dcp_save_interval": "Checkpoints, the final model",
+    "eval_dataset": "Held-out evaluation",
+    "placement": "Where it runs",
     "completions_per_prompt": "Sampling",
     "policy_loss": "Objective",
-    "learning_rate": "Optimizer",
-    "lora_rank": "What is trained, and in what pieces",
-    "weight_sync_interval": "Weight sync, checkpoints, the final model",
-    "eval_dataset": "Held-out evaluation",
+    "grad_accumulation_normalization": "Steps, and in what pieces",
+    "weight_sync_interval": "Weight sync",
     "no_signal_patience": "What the run watches and records",
-    "placement": "Where it runs",
 }
-"""Headings in the first section, each before the field that begins its topic."""
+"""Headings in the first two sections, each before the field that begins its topic."""
 PARTS = {
     "trainer": parts.TrainerConfig,
     "deployment": parts.DeployConfig,
+    "tokenizer": parts.TokenizerConfig,
     "resume": parts.ResumeConfig,
     "wandb": parts.WandBConfig,
     "tis": parts.TISConfig,
@@ -116,6 +123,12 @@ def _directive(owner: str, setting: Setting, prefix: str) -> Iterator[str]:
     yield "```\n"
 
 
+def _list_bases(config: type) -> list[type]:
+    """The dataclasses that a config is made of, those of losses as a whole."""
+    own = [base for base in reversed(config.__mro__) if dataclasses.is_dataclass(base)]
+    return [base for base in own if base.__module__ == parts.__name__] or [config]
+
+
 def _first_line(config: type) -> str:
     return " ".join((inspect.getdoc(config) or "").split("\n\n")[0].split())
 
@@ -125,16 +138,17 @@ def describe_config() -> str:
     lines: list[str] = []
     for title, classes in SECTIONS.items():
         lines.append(f"## {title}\n")
-        owner = "Config" if title == "Every recipe" else title.split()[0]
+        owner = title.split()[0] if "_loop" in title else "Config"
         for config in classes:
             for setting in read_settings(config):
-                if config is RecipeConfig and setting.name in TOPICS:
+                if config in (RecipeConfig, RLConfig) and setting.name in TOPICS:
                     lines.append(f"### {TOPICS[setting.name]}\n")
                 lines += _directive(owner, setting, "")
     for title, group in (("Parts", PARTS), ("Names of older programs", OLDER)):
         lines.append(f"## {title}\n")
         for field, config in group.items():
             lines += [f"### {field}\n", f"{config.__name__}: {_first_line(config)}\n"]
-            for setting in read_settings(config):
-                lines += _directive(field, setting, f"{field}.")
+            for base in _list_bases(config):
+                for setting in read_settings(base):
+                    lines += _directive(field, setting, f"{field}.")
     return "\n".join(lines)

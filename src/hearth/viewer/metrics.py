@@ -12,8 +12,10 @@ from hearth.viewer.lines import GrowingFile
 
 REWARDS = ("rollout/raw_reward", "rollout/reward")
 """The reward of what was sampled; older runs have only that of what was trained."""
+LOSS = "train/loss"
+"""The loss of recipes that train on given answers."""
 STEP_SECONDS = "perf/step_wall_time"
-_ROWS = "rollout/total_sampled"
+_ROWS = ("rollout/total_sampled", "train/rows")
 _MOST_NAMES = 5000
 _SPARK = 40
 
@@ -91,7 +93,7 @@ class Metrics:
         if type(step) is not int or not 0 <= step < 2**62:
             return
         if kind in ("train", "dropped"):
-            rows = record.get(_ROWS)
+            rows = next((record[name] for name in _ROWS if name in record), None)
             if isinstance(rows, int | float) and math.isfinite(rows):
                 self.rows_done += round(rows)
         if kind == "train":
@@ -100,19 +102,20 @@ class Metrics:
             self.evals.add(step, record)
 
     def spark(self) -> list[float | None]:
-        """At most 40 rewards over the run: means of equal stretches."""
-        name = next((name for name in REWARDS if name in self.train.columns), None)
+        """At most 40 rewards, or losses, over the run: means of equal stretches."""
+        name = next((name for name in (*REWARDS, LOSS) if name in self.train.columns), None)
         values = self.train.columns.get(name or "", array("d"))
         width = max(1, math.ceil(len(values) / _SPARK))
         return [_mean(values[start : start + width]) for start in range(0, len(values), width)]
 
     def evaluations(self) -> list[dict[str, float | None]]:
-        """Step, accuracy and reward of each evaluation."""
+        """Step, accuracy, reward and loss of each evaluation."""
         return [
             {
                 "step": step,
                 "accuracy": self.evals.at("eval/accuracy", step),
                 "reward": self.evals.at("eval/reward", step),
+                "loss": self.evals.at("eval/loss", step),
             }
             for step in sorted(self.evals.steps)
         ]

@@ -82,6 +82,7 @@ def make_console() -> Console:
 
 def print_run(run: RecordedRun, database: Database, explain: Explain, console: Console) -> None:
     """Print a run's state, reward curve, held-out numbers, why it is flat, and some samples."""
+    from hearth.viewer.metrics import LOSS
     from hearth.viewer.terminal.drawing import clean
 
     row = run.row()
@@ -101,7 +102,7 @@ def print_run(run: RecordedRun, database: Database, explain: Explain, console: C
     told = told or ["not measured (eval_dataset and eval_every)"]
     console.print(f"{kind}: " + ", ".join(dict.fromkeys((told[0], told[-1]))))
     if is_flat(rewards):
-        console.print("\nthe reward is flat:")
+        console.print(f"\nthe {'loss' if name == LOSS else 'reward'} is flat:")
         for line in _explain_steps(run.metrics.train, explain):
             console.print(f"  {line}")
     for title, is_descending in (("best", "true"), ("worst", "false")):
@@ -120,10 +121,10 @@ def is_flat(rewards: Sequence[float]) -> bool:
 
 
 def _read_reward(run: RecordedRun) -> tuple[str, list[int], list[float]]:
-    from hearth.viewer.metrics import REWARDS
+    from hearth.viewer.metrics import LOSS, REWARDS
 
     columns = run.metrics.train.columns
-    name = next((name for name in REWARDS if name in columns), REWARDS[0])
+    name = next((name for name in (*REWARDS, LOSS) if name in columns), REWARDS[0])
     pairs = sorted(zip(run.metrics.train.steps, columns.get(name, ()), strict=False))
     known = [(step, value) for step, value in pairs if math.isfinite(value)]
     return name, [step for step, _ in known], [value for _, value in known]
@@ -144,7 +145,12 @@ def _plot(name: str, steps: Sequence[int], values: Sequence[float], console: Con
 
 def _list_held_out(run: RecordedRun) -> tuple[str, list[str]]:
     """What was measured on held-out rows, and its values; of graded rewards their mean."""
-    results = [result for result in run.metrics.evaluations() if result["reward"] is not None]
+    evaluations = run.metrics.evaluations()
+    losses = [result for result in evaluations if result["loss"] is not None]
+    if losses:
+        told = [f"{result['loss']:.4f} at step {result['step']:.0f}" for result in losses]
+        return "held-out loss", told
+    results = [result for result in evaluations if result["reward"] is not None]
     # Where each reward is 0 or 1, their mean is the share of right answers.
     is_share = all(result["reward"] == result["accuracy"] for result in results)
     kind = "held-out accuracy" if is_share and results else "held-out reward"
@@ -202,11 +208,14 @@ def _print_comparison(
     for name in ("state", "step", "duration_s", "reward"):
         table.add_row(name, *(_short(row[name], width) for row in rows))
     results = [_list_held_out(run) for run in runs]
-    kind = "accuracy" if all(kind == "held-out accuracy" for kind, _ in results) else "reward"
+    kinds = {kind for kind, _ in results}
+    if len(kinds) > 1:
+        kinds.discard("held-out accuracy")  # each is a mean of rewards
+    kind = " or ".join(sorted(kinds))
     for label, place in (("first", 0), ("last", -1)):
         values = [told[place] if told else None for _, told in results]
-        table.add_row(f"held-out {kind}, {label}", *(_short(value, width) for value in values))
-    table.add_row("reward curve", *(spark(row["spark"], min(width, _SPARK)) for row in rows))
+        table.add_row(f"{kind}, {label}", *(_short(value, width) for value in values))
+    table.add_row("reward or loss", *(spark(row["spark"], min(width, _SPARK)) for row in rows))
     console.print(table)
     _print_settings(found["config"], width, console)
     console.print()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 
 SAMPLER_RATIO = frozenset({"importance_sampling", "reinforce"})
 """Losses whose ratio to the sampler's policy corrects for stale samples."""
 
 
 @dataclass(kw_only=True)
-class AsyncConfig(RecipeConfig):
+class AsyncConfig(RLConfig):
     """Settings of ``async_rl_loop``, and of every recipe whose rollouts run beside training."""
 
     dataset: str = ""

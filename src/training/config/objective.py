@@ -9,10 +9,10 @@ from hearth.losses.clipped import GRPO
 from hearth.losses.corrections import TIS
 from hearth.losses.objective import Objective
 from hearth.losses.policy_gradients import ImportanceSampling, Reinforce
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 
 
-def objective_options(config: RecipeConfig) -> Objective:
+def objective_options(config: RLConfig) -> Objective:
     """The options of ``config.policy_loss``, as they are given; ``validate`` judges them."""
     cap = config.ratio_log_cap
     match config.policy_loss:
@@ -44,6 +44,6 @@ def objective_options(config: RecipeConfig) -> Objective:
             return config.cispo
 
 
-def tis_options(config: RecipeConfig) -> TIS | None:
+def tis_options(config: RLConfig) -> TIS | None:
     """Truncated importance sampling as configured, or None when it is off."""
     return config.tis if config.uses_tis else None

@@ -143,11 +143,9 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True)
-class DeployConfig:
-    """The inference deployment."""
+class TokenizerConfig:
+    """The base model's tokenizer."""
 
-    deployment_id: str | None = None
-    """Name of the deployment; None makes one up."""
     tokenizer_model: str = ""
     """Folder or hub id of the base model's tokenizer, with which the client tokenizes prompts. A
     recipe takes base_model where it is a folder or a hub id; for a registered name it must be
@@ -156,6 +154,14 @@ class DeployConfig:
     """Revision of the tokenizer on its hub."""
     trust_remote_code: bool = False
     """Let a tokenizer run code of its own."""
+
+
+@dataclass(kw_only=True)
+class DeployConfig(TokenizerConfig):
+    """The inference deployment."""
+
+    deployment_id: str | None = None
+    """Name of the deployment; None makes one up."""
     deployment_shape: str | None = None
     """Shape of the deployment; None picks one."""
     deployment_region: str | None = None

@@ -7,13 +7,13 @@ from typing import Literal
 
 from tyro.conf import Suppress
 
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 
 RewardWorkers = Literal["loop", "process", "ray"]
 
 
 @dataclass(kw_only=True)
-class SingleTurnConfig(RecipeConfig):
+class SingleTurnConfig(RLConfig):
     """Settings of sampling and rewards beside those that all recipes share."""
 
     reward: str | None = None

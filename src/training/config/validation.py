@@ -16,6 +16,7 @@ from hearth.losses.catalog import POLICY_LOSSES
 from training.config.objective import objective_options, tis_options
 from training.config.parts import LoraTarget, Tracker, read_share
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.config.single_turn import SingleTurnConfig
 
 WITHOUT_KERNEL = frozenset({"reinforce", "cispo_mask"})
@@ -109,22 +110,19 @@ def _choices(kind: Any) -> list[Any]:
 def _problems(config: RecipeConfig) -> Iterator[str]:
     if not config.base_model:
         yield "base_model must be a registered name, a folder or a hub id, got ''"
-    if not config.merged_deployment.tokenizer_model:
+    if not config.tokenizer_config.tokenizer_model:
+        part = "deployment" if config.needs_inference else "tokenizer"
         yield (
-            "deployment.tokenizer_model must be a tokenizer's folder or hub id where base_model is "
+            f"{part}.tokenizer_model must be a tokenizer's folder or hub id where base_model is "
             f"a registered name, got '' for {config.base_model!r}: prompts are tokenized on the "
             "client"
         )
-    yield from _group_problems(config)
-    yield from _number_problems(config)
-    yield from _loss_problems(config)
-    yield from _kl_target_problems(config)
-    yield from _batching_problems(config)
+    yield from _row_problems(config)
+    yield from _optimizer_problems(config)
+    yield from _adapter_problems(config)
     yield from _sync_problems(config)
-    if config.runs_builtin_loss:
-        yield from _builtin_loss_problems(config)
-    if isinstance(config, SingleTurnConfig):
-        yield from _reward_problems(config)
+    if isinstance(config, RLConfig):
+        yield from _rl_problems(config)
     if config.output_model_id is not None and not _MODEL_ID.fullmatch(config.output_model_id):
         yield (
             "output_model_id must be 1 to 63 characters of a-z, 0-9 and -, got "
@@ -141,16 +139,6 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
             f"{config.init_from_checkpoint!r} and {config.warm_start_from_adapter!r}: a checkpoint "
             "has its adapter"
         )
-    for name in ("warm_start_from_adapter", "merge_adapter"):
-        if getattr(config, name) and config.lora_rank == 0:
-            yield f"lora_rank must be > 0 where {name} is given, got 0"
-    for name in ("accelerator_count", "node_count", "trainer_replica_count"):
-        count: int | None = getattr(config.infra, name)
-        if count is not None and count != 1:
-            yield (
-                f"infra.{name} must be 1 or None, got {count}: a trainer is one process, or as "
-                "many as trainer.ranks says"
-            )
     if not all(_is_of(name, Tracker) for name in config.trackers):
         yield f"report_to must be {_describe(Tracker)} or a list of them, got {config.report_to!r}"
     yield from _platform_problems(config)
@@ -159,26 +147,45 @@ def _problems(config: RecipeConfig) -> Iterator[str]:
 
 
 def _platform_problems(config: RecipeConfig) -> Iterator[str]:
-    trainer, deployment = config.trainer, config.deployment
-    for name, count in (
-        ("trainer.ranks", trainer.ranks),
-        ("trainer.micro_batch_tokens", trainer.micro_batch_tokens),
-        ("deployment.max_batch_size", deployment.max_batch_size),
-        ("deployment.replicas", deployment.replicas),
-    ):
-        if count < 1:
-            yield f"{name} must be >= 1, got {count}"
-    for name, seconds in (
-        ("trainer.timeout_s", trainer.timeout_s),
-        ("infra.trainer_timeout_s", config.infra.trainer_timeout_s),
-        ("deployment.deployment_timeout_s", deployment.deployment_timeout_s),
-        ("deployment.sample_timeout", deployment.sample_timeout),
-    ):
-        if not seconds > 0:
-            yield f"{name} must be > 0 seconds, got {seconds}"
+    parts: list[tuple[str, Any]] = [("trainer", config.trainer)]
+    counts = {"trainer": ("ranks", "micro_batch_tokens")}
+    times = {"trainer": ("timeout_s",)}
+    if isinstance(config, RLConfig):
+        parts += [("infra", config.infra), ("deployment", config.deployment)]
+        counts["deployment"] = ("max_batch_size", "replicas")
+        times |= {
+            "infra": ("trainer_timeout_s",),
+            "deployment": ("deployment_timeout_s", "sample_timeout"),
+        }
+    for part, settings in parts:
+        for name in counts.get(part, ()):
+            if (count := getattr(settings, name)) < 1:
+                yield f"{part}.{name} must be >= 1, got {count}"
+        for name in times[part]:
+            if not (seconds := getattr(settings, name)) > 0:
+                yield f"{part}.{name} must be > 0 seconds, got {seconds}"
 
 
-def _group_problems(config: RecipeConfig) -> Iterator[str]:
+def _rl_problems(config: RLConfig) -> Iterator[str]:
+    yield from _group_problems(config)
+    yield from _number_problems(config)
+    yield from _loss_problems(config)
+    yield from _kl_target_problems(config)
+    yield from _batching_problems(config)
+    if config.runs_builtin_loss:
+        yield from _builtin_loss_problems(config)
+    if isinstance(config, SingleTurnConfig):
+        yield from _reward_problems(config)
+    for name in ("accelerator_count", "node_count", "trainer_replica_count"):
+        count: int | None = getattr(config.infra, name)
+        if count is not None and count != 1:
+            yield (
+                f"infra.{name} must be 1 or None, got {count}: a trainer is one process, or as "
+                "many as trainer.ranks says"
+            )
+
+
+def _group_problems(config: RLConfig) -> Iterator[str]:
     if config.completions_per_prompt < 2:
         yield (
             f"completions_per_prompt must be >= 2, got {config.completions_per_prompt}: GRPO "
@@ -188,21 +195,28 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
         config,
         "prompt_groups_per_step",
         "max_completion_tokens",
-        "epochs",
         "ppo_n_minibatches",
-        "eval_rows",
         "eval_samples_per_prompt",
     )
-    if config.max_rows is not None and config.max_rows < 1:
-        yield f"max_rows must be >= 1 or None, got {config.max_rows}"
-    if config.eval_every < 0:
-        yield f"eval_every must be >= 0, got {config.eval_every}"
     try:
         read_share(config.record_samples)
     except ConfigError as error:
         yield str(error)
     if config.no_signal_patience is not None and config.no_signal_patience < 1:
         yield f"no_signal_patience must be >= 1 or None, got {config.no_signal_patience}"
+
+
+def _row_problems(config: RecipeConfig) -> Iterator[str]:
+    yield from counts_below_one(config, "epochs", "eval_rows")
+    if config.max_rows is not None and config.max_rows < 1:
+        yield f"max_rows must be >= 1 or None, got {config.max_rows}"
+    if config.eval_every < 0:
+        yield f"eval_every must be >= 0, got {config.eval_every}"
+    if config.max_seq_len < 2:
+        yield f"max_seq_len must be >= 2, got {config.max_seq_len}"
+
+
+def _adapter_problems(config: RecipeConfig) -> Iterator[str]:
     if config.lora_rank < 0:
         yield f"lora_rank must be >= 0, got {config.lora_rank}"
     if not (math.isfinite(config.lora_alpha) and config.lora_alpha > 0):
@@ -210,28 +224,42 @@ def _group_problems(config: RecipeConfig) -> Iterator[str]:
     known = get_args(LoraTarget)
     if not config.lora_targets or not set(config.lora_targets) <= set(known):
         yield f"lora_targets must be one or more of {list(known)}, got {config.lora_targets}"
-    if config.max_seq_len < 2:
-        yield f"max_seq_len must be >= 2, got {config.max_seq_len}"
+    for name in ("warm_start_from_adapter", "merge_adapter"):
+        if getattr(config, name) and config.lora_rank == 0:
+            yield f"lora_rank must be > 0 where {name} is given, got 0"
 
 
-def _number_problems(config: RecipeConfig) -> Iterator[str]:
-    for name in ("learning_rate", "temperature", "eps", "parity_threshold", "record_max_gb"):
-        value: float = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
-            yield f"{name} must be > 0, got {value}"
-    for name in ("kl_beta", "weight_decay", "grad_clip_norm", "eps_clip"):
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value >= 0):
-            yield f"{name} must be >= 0, got {value}"
-    if config.eps_clip_high is not None and not config.eps_clip_high >= 0:
-        yield f"eps_clip_high must be >= 0, got {config.eps_clip_high}"
+def _optimizer_problems(config: RecipeConfig) -> Iterator[str]:
+    yield from _not_positive(config, "learning_rate", "eps")
+    yield from _negative(config, "weight_decay", "grad_clip_norm", "warmup_steps")
     for name in ("beta1", "beta2"):
         value = getattr(config, name)
         if not 0 <= value < 1:
             yield f"{name} must lie in [0, 1), got {value}"
 
 
-def _loss_problems(config: RecipeConfig) -> Iterator[str]:
+def _number_problems(config: RLConfig) -> Iterator[str]:
+    yield from _not_positive(config, "temperature", "parity_threshold", "record_max_gb")
+    yield from _negative(config, "kl_beta", "eps_clip")
+    if config.eps_clip_high is not None and not config.eps_clip_high >= 0:
+        yield f"eps_clip_high must be >= 0, got {config.eps_clip_high}"
+
+
+def _not_positive(config: RecipeConfig, *names: str) -> Iterator[str]:
+    for name in names:
+        value: float = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            yield f"{name} must be > 0, got {value}"
+
+
+def _negative(config: RecipeConfig, *names: str) -> Iterator[str]:
+    for name in names:
+        value: float = getattr(config, name)
+        if not (math.isfinite(value) and value >= 0):
+            yield f"{name} must be >= 0, got {value}"
+
+
+def _loss_problems(config: RLConfig) -> Iterator[str]:
     known = [*POLICY_LOSSES, "cispo_mask"]
     if config.policy_loss not in known:
         yield f"policy_loss must be one of {known}, got {config.policy_loss!r}"
@@ -257,7 +285,7 @@ def _loss_problems(config: RecipeConfig) -> Iterator[str]:
         yield str(error)
 
 
-def _kl_target_problems(config: RecipeConfig) -> Iterator[str]:
+def _kl_target_problems(config: RLConfig) -> Iterator[str]:
     target, loss = config.kl_target, POLICY_LOSSES.get(config.policy_loss)
     if target is None:
         return
@@ -273,7 +301,7 @@ def _kl_target_problems(config: RecipeConfig) -> Iterator[str]:
         yield "kl_beta must be > 0 with kl_target, got 0: it is what the weight starts from"
 
 
-def _batching_problems(config: RecipeConfig) -> Iterator[str]:
+def _batching_problems(config: RLConfig) -> Iterator[str]:
     least, most = config.min_samples_per_fwd_bwd, config.max_samples_per_fwd_bwd
     yield from counts_below_one(config, "max_samples_per_fwd_bwd")
     if least is not None and not 1 <= least <= most:
@@ -306,7 +334,7 @@ def _sync_problems(config: RecipeConfig) -> Iterator[str]:
             yield f"{name} must be > 0 seconds, got {value}"
 
 
-def _builtin_loss_problems(config: RecipeConfig) -> Iterator[str]:
+def _builtin_loss_problems(config: RLConfig) -> Iterator[str]:
     if config.kl_beta > 0:
         yield (
             f"kl_beta must be 0 with loss_path='builtin', got {config.kl_beta}: the trainer's "

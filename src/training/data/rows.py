@@ -111,18 +111,27 @@ def check_row(row: Any, *, where: str) -> dict[str, Any]:
             '{"messages": [{"role": "user", "content": "..."}], "ground_truth": "..."}'
         )
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise ConfigError(
-                f"{where}: messages[{index}].content must be a string, got {_short(message)}"
-            )
-        if message.get("role") not in _ROLES:
-            raise ConfigError(
-                f"{where}: messages[{index}].role must be one of {sorted(_ROLES)}, got "
-                f"{message.get('role')!r}"
-            )
+        check_message(message, f"{where}: messages[{index}]")
     if not prompt_messages(row):
         raise ConfigError(f"{where}: messages must hold more than assistant turns, got only those")
     return row
+
+
+def check_message(message: Any, where: str, *, may_call: bool = False) -> None:
+    """Judge one message; with ``may_call`` the assistant's may have tool calls and no text.
+
+    Raises:
+        ConfigError: it has no known role, or no text.
+    """
+    is_call = may_call and isinstance(message, Mapping) and bool(message.get("tool_calls"))
+    if not is_call and not (
+        isinstance(message, Mapping) and isinstance(message.get("content"), str)
+    ):
+        raise ConfigError(f"{where}.content must be a string, got {_short(message)}")
+    if message.get("role") not in _ROLES:
+        raise ConfigError(
+            f"{where}.role must be one of {sorted(_ROLES)}, got {message.get('role')!r}"
+        )
 
 
 def prompt_messages(row: Row) -> list[dict[str, str]]:

@@ -26,8 +26,9 @@ from hearth.sdk import (
 from hearth.sdk.sampling_requests import SamplingRetryPolicy
 from hearth.sdk.transport import RetryPolicy
 from hearth.settings import API_KEY_VARIABLE, URL_VARIABLE, read_api_key, read_url
-from training.config.parts import DeployConfig
+from training.config.parts import DeployConfig, TokenizerConfig
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.platform.cleanup import ResourceCleanup
 from training.platform.infra import Infra, build_infra
 from training.platform.spec import InfraSpec
@@ -42,18 +43,24 @@ _WHERE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunInfra(Infra):
-    """``Infra`` with what a recipe samples and publishes by."""
+class TrainerInfra(Infra):
+    """``Infra`` with what every recipe needs besides."""
 
-    inference_url: str
-    api_key: str
-    sampler: DeploymentSampler
-    syncer: WeightSyncer
     tokenizer: Any
     trainers: TrainerJobManager
     is_embedded: bool
     work_dir: Path
     """The run's folder; an embedded platform keeps its data there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfra(TrainerInfra):
+    """``TrainerInfra`` with what a recipe samples and publishes by."""
+
+    inference_url: str
+    api_key: str
+    sampler: DeploymentSampler
+    syncer: WeightSyncer
     serves_older_snapshot: bool
     """The deployment was there before, and serves what an earlier run has left."""
     served_version: int
@@ -94,8 +101,22 @@ def check_platform(config: RecipeConfig) -> None:
 
 
 @contextlib.contextmanager
+def provision_trainer(
+    config: RecipeConfig, tokenizer: Any, *, on_status: Callable[[str], None] = logger.info
+) -> Iterator[TrainerInfra]:
+    """``provision`` for a recipe that samples nothing: there is no deployment.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or the tokenizer does not belong to it.
+        HearthError: the platform cannot be reached, or refuses.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _connect(config, tokenizer, stack, on_status).trainer_infra
+
+
+@contextlib.contextmanager
 def provision(
-    config: RecipeConfig,
+    config: RLConfig,
     tokenizer: Any,
     *,
     max_concurrent: int = 32,
@@ -114,26 +135,15 @@ def provision(
         HearthError: the platform cannot be reached, or refuses.
     """
     with contextlib.ExitStack() as stack:
-        spec = InfraSpec.from_config(config)
-        base_url, api_key = _find_platform(config, stack, on_status)
-        trainers = TrainerJobManager(api_key, base_url=base_url)
-        stack.callback(trainers.close)
-        deployments = DeploymentManager(api_key, base_url=base_url)
-        stack.callback(deployments.close)
-        cleanup = None
-        if config.cleanup_on_exit or is_embedded():
-            cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
-        if is_embedded():
-            check_tokenizer(tokenizer, spec.deployment.tokenizer_model, config.base_model)
-        infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)
-        stack.callback(infra.close)
+        connected = _connect(config, tokenizer, stack, on_status)
+        infra, deployments = connected.trainer_infra, connected.deployments
         assert infra.deployment_id is not None, "a recipe's spec needs inference"
         assert infra.inference_model is not None, "a recipe's spec needs inference"
         syncer = WeightSyncer(
             infra.policy_client,
             deployments,
             infra.deployment_id,
-            spec.base_model,
+            config.base_model,
             hotload_timeout=config.sync.timeout_s,
             first_checkpoint_type=config.sync.first_checkpoint_type,
             running_requests=running_requests,
@@ -141,7 +151,7 @@ def provision(
         sampler = DeploymentSampler(
             deployments.inference_url,
             infra.inference_model,
-            api_key,
+            connected.api_key,
             tokenizer,
             concurrency_controller=FixedConcurrencyController(max_concurrent),
             http_timeout_s=config.deployment.sample_timeout,
@@ -154,24 +164,60 @@ def provision(
         stack.callback(sampler.close)
         # It may have died since it was ready; then it comes back.
         replica = deployments.wait_for_replica(
-            infra.deployment_id, spec.base_model, config.deployment.deployment_timeout_s
+            infra.deployment_id, config.base_model, config.deployment.deployment_timeout_s
         )
         yield RunInfra(
             **vars(infra),
             inference_url=deployments.inference_url,
-            api_key=api_key,
+            api_key=connected.api_key,
             sampler=sampler,
             syncer=syncer,
-            tokenizer=tokenizer,
-            trainers=trainers,
-            is_embedded=is_embedded(),
-            work_dir=Path(config.log_path).expanduser(),
             serves_older_snapshot=replica.current_snapshot_identity is not None,
             served_version=replica.weight_version,
         )
 
 
-def load_tokenizer(deployment: DeployConfig) -> Any:
+@dataclass(frozen=True)
+class _Connected:
+    """A run's parts, and the platform's managers."""
+
+    trainer_infra: TrainerInfra
+    deployments: DeploymentManager
+    api_key: str
+
+
+def _connect(
+    config: RecipeConfig,
+    tokenizer: Any,
+    stack: contextlib.ExitStack,
+    on_status: Callable[[str], None],
+) -> _Connected:
+    """Find or start the platform, and provision there what the config asks for."""
+    base_url, api_key = _find_platform(config, stack, on_status)
+    trainers = TrainerJobManager(api_key, base_url=base_url)
+    stack.callback(trainers.close)
+    deployments = DeploymentManager(api_key, base_url=base_url)
+    stack.callback(deployments.close)
+    cleanup = None
+    if config.cleanup_on_exit or is_embedded():
+        cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
+    if is_embedded():
+        name = config.tokenizer_config.tokenizer_model
+        check_tokenizer(tokenizer, name, config.base_model)
+    spec = InfraSpec.from_config(config)
+    infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)
+    stack.callback(infra.close)
+    trainer_infra = TrainerInfra(
+        **vars(infra),
+        tokenizer=tokenizer,
+        trainers=trainers,
+        is_embedded=is_embedded(),
+        work_dir=Path(config.log_path).expanduser(),
+    )
+    return _Connected(trainer_infra, deployments, api_key)
+
+
+def load_tokenizer(settings: TokenizerConfig) -> Any:
     """The client's tokenizer.
 
     Raises:
@@ -183,16 +229,17 @@ def load_tokenizer(deployment: DeployConfig) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return transformers.AutoTokenizer.from_pretrained(
-            deployment.tokenizer_model,
-            revision=deployment.tokenizer_revision or "main",
-            trust_remote_code=deployment.trust_remote_code,
+            settings.tokenizer_model,
+            revision=settings.tokenizer_revision or "main",
+            trust_remote_code=settings.trust_remote_code,
         )
     except (OSError, ValueError) as error:
-        asks = "trust_remote_code" in str(error) and not deployment.trust_remote_code
-        trust = "; if you trust that code, set deployment.trust_remote_code=True" if asks else ""
+        asks = "trust_remote_code" in str(error) and not settings.trust_remote_code
+        part = "deployment" if isinstance(settings, DeployConfig) else "tokenizer"
+        trust = f"; if you trust that code, set {part}.trust_remote_code=True" if asks else ""
         raise ConfigError(
-            f"deployment.tokenizer_model must be a tokenizer's folder or hub id, got "
-            f"{deployment.tokenizer_model!r}: {str(error).splitlines()[0]}{trust}"
+            f"{part}.tokenizer_model must be a tokenizer's folder or hub id, got "
+            f"{settings.tokenizer_model!r}: {str(error).splitlines()[0]}{trust}"
         ) from None
 
 

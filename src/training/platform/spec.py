@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from training.config.parts import DeployConfig, InfraConfig, LoraTarget, WeightSyncScope
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 
 STEP_TIMEOUT_S = 3600.0
 DCP_TIMEOUT_S = 2700.0
@@ -51,6 +52,9 @@ class InfraSpec:
             ConfigError: two names of one setting were given different values.
         """
         infra, options = config.merged_infra, config.trainer.options
+        deployment = DeployConfig()
+        if isinstance(config, RLConfig):
+            deployment = config.merged_deployment
         if config.kept_checkpoints is not None:
             options["keep_checkpoints"] = config.kept_checkpoints
         identity = (
@@ -62,12 +66,12 @@ class InfraSpec:
             config.needs_reference,
             options,
             infra,
-            config.deployment,
+            config.deployment if isinstance(config, RLConfig) else None,
         )
         return cls(
             base_model=config.base_model,
             infra=infra,
-            deployment=config.merged_deployment,
+            deployment=deployment,
             lora_rank=config.lora_rank,
             lora_options={
                 "lora_alpha": config.lora_alpha,
@@ -79,6 +83,8 @@ class InfraSpec:
             policy_job_id=config.trainer.job_id,
             reference_job_id=config.trainer.reference_job_id,
             needs_reference=config.needs_reference,
+            needs_inference=config.needs_inference,
+            role_prefix="rl" if config.needs_inference else "train",
             job_suffix=hashlib.sha256(repr(identity).encode()).hexdigest()[:8],
             seed=config.seed,
             trainer_options=options,

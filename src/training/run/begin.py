@@ -6,16 +6,26 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from hearth.telemetry import Stopwatch
 from training.config.objective import objective_options
 from training.config.parts import own_config
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.config.single_turn import SingleTurnConfig
 from training.data.rows import Row
-from training.platform.run_infra import RunInfra, check_platform, load_tokenizer, provision
+from training.platform.run_infra import (
+    RunInfra,
+    TrainerInfra,
+    check_platform,
+    load_tokenizer,
+    provision,
+    provision_trainer,
+)
 from training.rollouts.router_replay import warn_dense_policy
 from training.rollouts.single_turn import check_prompt
 from training.run.checkpoints import choose_checkpoint, read_manifest
@@ -42,23 +52,27 @@ from training.run.trackers import check_trackers, open_trackers
 
 logger = logging.getLogger(__name__)
 
+InfraT = TypeVar("InfraT", bound=TrainerInfra)
+Provision = Callable[..., AbstractContextManager[InfraT]]
+"""Provisions a run's platform: ``(config, tokenizer, on_status=...)``."""
+
 COLLECT_EVERY = 5_000
 """Objects that come to be, less those that go, between two collections of the youngest."""
 
 
 @contextlib.contextmanager
 def begin_run(
-    config: RecipeConfig,
+    config: RLConfig,
     rows: Sequence[Row],
     eval_rows: Sequence[Row] = (),
     *,
     max_concurrent: int,
     running_requests: Literal["drain", "keep"] = "drain",
 ) -> Iterator[tuple[RunInfra, Run]]:
-    """A run on its platform, with what it starts from loaded; after the ``with`` both are closed.
+    """A run that samples, on its platform, with what it starts from loaded.
 
-    ``log_path`` belongs to the run meanwhile. What can be judged without the platform is judged
-    before anything is started.
+    After the ``with`` both are closed. ``log_path`` belongs to the run meanwhile. What can be
+    judged without the platform is judged before anything is started.
 
     Raises:
         ConfigError: the folder, a checkpoint, the tokenizer or a setting cannot be used.
@@ -67,9 +81,42 @@ def begin_run(
     started = time.perf_counter()
     check_platform(config)
     check_trackers(config)
-    tokenizer = load_tokenizer(config.merged_deployment)
+    tokenizer = load_tokenizer(config.tokenizer_config)
     if isinstance(config, SingleTurnConfig) and rows:
         check_prompt(config, tokenizer, rows[0])
+    warn_unbounded_ratio(config)
+    sampling = partial(provision, max_concurrent=max_concurrent, running_requests=running_requests)
+    with _begin(config, tokenizer, rows, eval_rows, sampling, started) as (infra, run):
+        warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
+        with record_samples(config, run, tokenizer), _rare_collections():
+            yield infra, run
+
+
+@contextlib.contextmanager
+def begin_training(
+    config: RecipeConfig, tokenizer: Any, rows: Sequence[Row], eval_rows: Sequence[Row] = ()
+) -> Iterator[tuple[TrainerInfra, Run]]:
+    """``begin_run`` for a recipe that samples nothing, whose rows the tokenizer has encoded.
+
+    Raises:
+        ConfigError: the folder, a checkpoint or a setting cannot be used.
+        HearthError: the platform cannot be reached, or refuses.
+    """
+    started = time.perf_counter()
+    with _begin(config, tokenizer, rows, eval_rows, provision_trainer, started) as (infra, run):
+        run.timeline.begin_step(run.step + 1)
+        yield infra, run
+
+
+@contextlib.contextmanager
+def _begin(
+    config: RecipeConfig,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    eval_rows: Sequence[Row],
+    provision_infra: Provision[InfraT],
+    started: float,
+) -> Iterator[tuple[InfraT, Run]]:
     trained_on = describe_training(config, rows)
     # Late: a start that is refused leaves no empty folder.
     log_path = prepare_log_path(config.log_path)
@@ -85,20 +132,13 @@ def begin_run(
                 display.note(f"the older run of this folder is in {aside} now")
         write_config(log_path, own_config(config))
         write_trained_on(log_path, trained_on)
-        warn_unbounded_ratio(config)
         resumed_step = resumed.step if resumed is not None else None
         with (
             open_trackers(config, log_path, resumed_step) as trackers,
             Timeline.open(
                 log_path, resumed_step, recipe=name_recipe(config), changed=find_changed(config)
             ) as timeline,
-            provision(
-                config,
-                tokenizer,
-                max_concurrent=max_concurrent,
-                running_requests=running_requests,
-                on_status=display.note,
-            ) as infra,
+            provision_infra(config, tokenizer, on_status=display.note) as infra,
             MetricsLog.open(log_path, trackers, resumed_step) as log,
         ):
             run = Run(
@@ -113,15 +153,13 @@ def begin_run(
                 timeline=timeline,
             )
             run.begin(config, infra, resumed)
-            warn_dense_policy(config.replay, config.base_model, has_experts=infra.has_experts)
-            with record_samples(config, run, tokenizer), _rare_collections():
-                yield infra, run
+            yield infra, run
         for line in closing_lines(run):
             display.note(line)
 
 
 @contextlib.contextmanager
-def record_samples(config: RecipeConfig, run: Run, tokenizer: Any) -> Iterator[None]:
+def record_samples(config: RLConfig, run: Run, tokenizer: Any) -> Iterator[None]:
     """Have a run record its samples, behind those of what it goes on from."""
 
     def say(line: str) -> None:
@@ -144,7 +182,7 @@ def record_samples(config: RecipeConfig, run: Run, tokenizer: Any) -> Iterator[N
         yield
 
 
-def warn_unbounded_ratio(config: RecipeConfig) -> None:
+def warn_unbounded_ratio(config: RLConfig) -> None:
     """Say that nothing bounds the ratio by which older samples are weighted."""
     may_be_older = config.is_off_policy or config.sync.interval != 1
     is_bounded = objective_options(config).has_trust_region or config.ratio_max is not None

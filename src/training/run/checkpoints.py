@@ -12,7 +12,7 @@ import orjson
 
 from hearth.errors import ConfigError
 from hearth.files import CHECKSUM, is_intact, seal, write_file
-from training.platform.run_infra import RunInfra
+from training.platform.run_infra import TrainerInfra
 
 MANIFEST = "run.json"
 
@@ -115,7 +115,7 @@ def choose_checkpoint(checkpoints: list[Checkpoint], wanted: str | None) -> Chec
     raise ConfigError(f"resume.resume_from must be one of {known}, got {wanted!r}")
 
 
-def checkpoint_reference(wanted: str, infra: RunInfra) -> str:
+def checkpoint_reference(wanted: str, infra: TrainerInfra) -> str:
     """What a trainer loads for ``init_from_checkpoint``: a folder, or ``JOB:NAME``.
 
     The embedded platform only reads checkpoints inside the run's folder, so that another run's is

@@ -16,6 +16,7 @@ import orjson
 
 import hearth
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.run.continuation import find_changed
 from training.run.metrics import read_records
 from training.run.state import Run
@@ -41,21 +42,38 @@ class Change:
 
 
 def list_changes(records: Sequence[Mapping[str, Any]]) -> list[Change]:
-    """What became of the reward and of the held-out measure, by a run's records, oldest first."""
-    return [*_reward_change(records), *_heldout_change(records)]
+    """What became of reward or loss and of the held-out measure, by a run's records, in order."""
+    return [
+        *_curve_change("reward", records, "rollout/raw_reward", "rollout/reward"),
+        *_curve_change("loss", records, "train/loss"),
+        *_heldout_change(records),
+        *_heldout_loss_change(records),
+    ]
 
 
-def _reward_change(records: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
+def _curve_change(
+    name: str, records: Sequence[Mapping[str, Any]], *metrics: str
+) -> Iterator[Change]:
+    """Of the first of ``metrics`` that a step has."""
     steps = [record for record in records if record["type"] == "train"]
-    # None stands for NaN, where a reward was no number.
-    sampled = [record.get("rollout/raw_reward", record.get("rollout/reward")) for record in steps]
-    rewards = [reward for reward in sampled if reward is not None]
-    if not rewards:
+    found = [next((step[metric] for metric in metrics if metric in step), None) for step in steps]
+    values = [value for value in found if value is not None]  # None stands for NaN, too
+    if not values:
         return
-    edge = max(1, int(EDGE * len(rewards)))
+    edge = max(1, int(EDGE * len(values)))
     which = "first and last step" if edge == 1 else f"means of the first and last {edge} steps"
-    first, last = sum(rewards[:edge]) / edge, sum(rewards[-edge:]) / edge
-    yield Change("reward", first, last, f" ({which})")
+    first, last = sum(values[:edge]) / edge, sum(values[-edge:]) / edge
+    yield Change(name, first, last, f" ({which})")
+
+
+def _heldout_loss_change(records: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
+    results = [record for record in records if record["type"] == "eval" and "eval/loss" in record]
+    note = " (one evaluation)" if len(results) == 1 else ""
+    names = {"held-out loss": "eval/loss", "held-out accuracy": "eval/accuracy"}
+    for name, metric in names.items():
+        values = [result[metric] for result in results if result.get(metric) is not None]
+        if values:
+            yield Change(name, values[0], values[-1], note)
 
 
 def _heldout_change(records: Sequence[Mapping[str, Any]]) -> Iterator[Change]:
@@ -110,8 +128,7 @@ def model_card(config: RecipeConfig, run: Run) -> str:
     facts = {
         "steps": run.step,
         "rows": run.cursor.count,
-        "completions per row": config.completions_per_prompt,
-        "loss": config.policy_loss,
+        **_describe_method(config),
         **{change.name: str(change) for change in _read_changes(run)},
     }
     changed = {
@@ -123,7 +140,7 @@ def model_card(config: RecipeConfig, run: Run) -> str:
             *([f"base_model: {base}"] if base == config.base_model else []),
             f"library_name: {'peft' if is_adapter else 'transformers'}",
             "pipeline_tag: text-generation",
-            f"tags: [reinforcement-learning, {config.policy_loss}, hearth]",
+            f"tags: [{', '.join([*_list_tags(config), 'hearth'])}]",
             "---",
             "",
             f"# {config.output_model_id or run.log_path.name}",
@@ -139,6 +156,18 @@ def model_card(config: RecipeConfig, run: Run) -> str:
             "",
         ]
     )
+
+
+def _describe_method(config: RecipeConfig) -> dict[str, object]:
+    if not isinstance(config, RLConfig):
+        return {}
+    return {"completions per row": config.completions_per_prompt, "loss": config.policy_loss}
+
+
+def _list_tags(config: RecipeConfig) -> list[str]:
+    if isinstance(config, RLConfig):
+        return ["reinforcement-learning", config.policy_loss]
+    return [name_recipe(config).removesuffix("_loop")]
 
 
 def _table(heads: tuple[str, str], rows: Mapping[str, object]) -> Iterator[str]:

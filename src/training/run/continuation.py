@@ -20,6 +20,7 @@ from hearth.errors import ConfigError
 from hearth.files import CHECKSUM, is_intact, seal, write_file
 from training.config.parts import flatten, plain_config
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.data.rows import Row
 from training.run.log_path import aside_path
 
@@ -70,11 +71,12 @@ class TrainedOn:
 def describe_training(config: RecipeConfig, rows: Sequence[Row]) -> TrainedOn:
     """What ``config`` trains on ``rows``, by the names of today where a setting has several."""
     plain = {name: value for name, value in plain_config(config).items() if name not in FREE}
-    settings = dict(flatten(plain)) | {
-        "weight_sync_interval": int(config.sync.interval),
-        "trainer.dtype": config.trainer.dtype,
-        "deployment.tokenizer_model": config.merged_deployment.tokenizer_model,
-    }
+    settings = dict(flatten(plain)) | {"trainer.dtype": config.trainer.dtype}
+    part = "tokenizer"
+    if isinstance(config, RLConfig):
+        part = "deployment"
+        settings["weight_sync_interval"] = int(config.sync.interval)
+    settings[f"{part}.tokenizer_model"] = config.tokenizer_config.tokenizer_model
     # As they come back from the file: tuples are lists, numbers of a type of ours are plain.
     settings = orjson.loads(orjson.dumps(settings, default=str, option=orjson.OPT_NON_STR_KEYS))
     return TrainedOn(settings, len(rows), hash_rows(rows))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hearth.sdk import DeploymentSampler, SampledCompletion
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.data.rows import Row, prompt_messages
 from training.data.seeds import row_seed
 from training.rewards.score import Score
@@ -141,7 +141,7 @@ class EvalResult:
 
 
 async def evaluate(
-    sampler: DeploymentSampler, rows: Sequence[Row], reward_fn: AnyReward, config: RecipeConfig
+    sampler: DeploymentSampler, rows: Sequence[Row], reward_fn: AnyReward, config: RLConfig
 ) -> EvalResult:
     """Sample ``eval_samples_per_prompt`` completions of each row and score them.
 

@@ -276,7 +276,25 @@ METRICS: tuple[MetricNote, ...] = (
         "at most grad_clip_norm",
         "Always grad_clip_norm: every step is clipped, and learning_rate means less than it says.",
     ),
-    MetricNote("train/lr", "", "Learning rate of the step.", "learning_rate"),
+    MetricNote(
+        "train/lr",
+        "",
+        "Learning rate of the step: learning_rate times lr_schedule times the warm-up.",
+        "rises over warmup_steps, then falls as lr_schedule says",
+    ),
+    MetricNote(
+        "train/loss",
+        "nats",
+        "What the step minimizes, before it: in sft_loop the mean cross-entropy per answer token.",
+        "falls, with the batch's noise",
+        "Rises or jumps: lower learning_rate, add warmup_steps. Flat: raise it.",
+    ),
+    MetricNote(
+        "train/rows",
+        "rows",
+        "Rows that the step trained (sft_loop).",
+        "batch_size; less at the end",
+    ),
     MetricNote(
         "train/skipped",
         "0 or 1",
@@ -663,6 +681,15 @@ METRICS: tuple[MetricNote, ...] = (
         "rises; pass@1 faster than the others",
         "The larger k falls while pass@1 rises: answers lose variety; see rollout/entropy.",
     ),
+    MetricNote(
+        "eval/loss",
+        "nats",
+        "The loss of the held-out rows: train/loss on rows that are not trained.",
+        "falls",
+        "Rises while train/loss falls: the rows are learned by heart; fewer epochs, more rows, "
+        "lora_rank or weight_decay.",
+    ),
+    MetricNote("eval/tokens", "tokens", "Answer tokens of the held-out rows.", "the same always"),
     MetricNote("eval/samples", "completions", "Held-out completions that were scored.", "any"),
     MetricNote(
         "eval/response_len/mean", "tokens", "Their mean length.", "as rollout/response_len/mean"

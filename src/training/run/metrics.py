@@ -188,6 +188,7 @@ def _format_metrics(metrics: Metrics) -> list[str]:
     sampled, trained = "rollout/raw_reward", "rollout/reward"
     wanted = (
         ("reward", sampled if sampled in metrics else trained, ".3f"),
+        ("loss", "train/loss", ".4f"),
         ("groups", "rollout/valid_prompt_groups", ".0f"),
         ("kl", "train/mean_kl", ".4f"),
         ("grad", "train/grad_norm", ".3f"),

@@ -13,8 +13,9 @@ from hearth.errors import ConfigError, HearthError, NotFoundError, RequestFailed
 from hearth.records.timeline import OLDER_CHECKPOINT
 from hearth.telemetry import BusyClock, Stopwatch
 from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.data.rows import Row
-from training.platform.run_infra import RunInfra, is_embedded
+from training.platform.run_infra import RunInfra, TrainerInfra, is_embedded
 from training.run.checkpoints import (
     Checkpoint,
     Cursor,
@@ -111,7 +112,7 @@ class Run:
     """Step at which the last evaluation began, whatever became of it."""
     model_path: Path | None = None
 
-    def summary(self, infra: RunInfra) -> RunSummary:
+    def summary(self, infra: TrainerInfra) -> RunSummary:
         """What the finished run reports."""
         return RunSummary(
             steps=self.step,
@@ -140,8 +141,12 @@ class Run:
         self.evaluations.append((step, result))
         self.recorder.begin_evaluation(step, self.eval_rows, result.sampled_trajectories)
         self.recorder.finish()
-        self.log.write("eval", step, {**result.metrics(), **(times or {})})
-        said = f"held-out {result.describe()}"
+        self.note_held_out(step, {**result.metrics(), **(times or {})}, result.describe())
+
+    def note_held_out(self, step: int, metrics: Mapping[str, float], told: str) -> None:
+        """Write and show what was measured on held-out rows with the weights of ``step``."""
+        self.log.write("eval", step, metrics)
+        said = f"held-out {told}"
         self.timeline.event("eval", said, step=step)
         self.display.note(f"step {step:>4}  {said}")
 
@@ -167,7 +172,9 @@ class Run:
             exc_info=error,
         )
 
-    def begin(self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint | None) -> None:
+    def begin(
+        self, config: RecipeConfig, infra: TrainerInfra, checkpoint: Checkpoint | None
+    ) -> None:
         """Load what the run starts from, and say it in one line.
 
         This run's own checkpoint comes first, then ``init_from_checkpoint`` (its weights and
@@ -175,15 +182,9 @@ class Run:
         as it is.
         """
         self._check_output(config, infra)
-        self.version = self.timeline.version = infra.served_version
-        self.drops_truncated = config.truncated_completions == "drop"
-        self.kl = kl_control(config)
-        self.signal = SignalWatch(
-            config.no_signal_patience,
-            config.prompt_groups_per_step,
-            self.warn,
-            infra.tokenizer.decode,
-        )
+        self.signal = SignalWatch(note=self.warn)
+        if isinstance(config, RLConfig) and isinstance(infra, RunInfra):
+            self._begin_sampling(config, infra)
         self.has_loaded = bool(
             checkpoint or config.init_from_checkpoint or config.warm_start_from_adapter
         )
@@ -196,9 +197,21 @@ class Run:
         elif config.warm_start_from_adapter is not None:
             infra.policy.load_adapter(str(Path(config.warm_start_from_adapter).expanduser()))
             self.display.note(f"starting at step 0 from adapter {config.warm_start_from_adapter}")
-        self.synced_step = None if self.must_publish(infra) else self.step
+        if isinstance(infra, RunInfra):
+            self.synced_step = None if self.must_publish(infra) else self.step
 
-    def _check_output(self, config: RecipeConfig, infra: RunInfra) -> None:
+    def _begin_sampling(self, config: RLConfig, infra: RunInfra) -> None:
+        self.version = self.timeline.version = infra.served_version
+        self.drops_truncated = config.truncated_completions == "drop"
+        self.kl = kl_control(config)
+        self.signal = SignalWatch(
+            config.no_signal_patience,
+            config.prompt_groups_per_step,
+            self.warn,
+            infra.tokenizer.decode,
+        )
+
+    def _check_output(self, config: RecipeConfig, infra: TrainerInfra) -> None:
         """Refuse a name that another job's model has, now rather than after the training.
 
         Raises:
@@ -218,7 +231,7 @@ class Run:
         """Whether the deployment serves other weights than the policy's before the first sample."""
         return self.has_loaded or infra.serves_older_snapshot
 
-    def _restore(self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint) -> None:
+    def _restore(self, config: RecipeConfig, infra: TrainerInfra, checkpoint: Checkpoint) -> None:
         checkpoint = self._load_newest(config, infra, checkpoint)
         self.step = config.resume.step_offset or checkpoint.step
         self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
@@ -239,7 +252,7 @@ class Run:
             )
 
     def _load_newest(
-        self, config: RecipeConfig, infra: RunInfra, checkpoint: Checkpoint
+        self, config: RecipeConfig, infra: TrainerInfra, checkpoint: Checkpoint
     ) -> Checkpoint:
         """Load a checkpoint, or the newest older one where it cannot be loaded; returns which.
 
@@ -273,7 +286,7 @@ class Run:
         assert first is not None, "nothing was loaded"
         raise first
 
-    def _check_identity(self, infra: RunInfra, checkpoint: Checkpoint) -> None:
+    def _check_identity(self, infra: TrainerInfra, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that has the name of this run's but was written by another save.
 
         Raises:

@@ -30,12 +30,16 @@ RECIPES: Mapping[str, RecipeEntry] = {
         "training.recipes.igpo_loop",
         "The same for several turns, each rewarded for the information that it adds.",
     ),
+    "sft": RecipeEntry(
+        "training.recipes.sft_loop",
+        "Supervised fine-tuning: train on the answers of given conversations.",
+    ),
 }
 DEFAULT_RECIPE = "rl"
 
 
 def train(arguments: list[str]) -> int:
-    """Train: hearth train [rl|async|igpo] [@FILE.toml] [--SETTING VALUE ...]."""
+    """Train: hearth train [rl|async|igpo|sft] [@FILE.toml] [--SETTING VALUE ...]."""
     name, rest = DEFAULT_RECIPE, arguments
     if arguments and arguments[0] in RECIPES:
         name, *rest = arguments

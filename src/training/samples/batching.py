@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 
 
-def count_due_groups(config: RecipeConfig, *, ready: int, places: int, is_last: bool) -> int:
+def count_due_groups(config: RLConfig, *, ready: int, places: int, is_last: bool) -> int:
     """How many of the ``ready`` groups go through forward and backward now; 0 waits for more.
 
     ``places`` are the groups that the step lacks, the ready ones included. With ``is_last`` no

@@ -17,7 +17,7 @@ from hearth.losses.objective import Objective
 from hearth.losses.policy_gradients import DRO, ImportanceSampling
 from hearth.losses.sequence import GSPO
 from hearth.sdk import TrainingShapeProfile
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.samples.groups import TrainSample
 
 
@@ -101,7 +101,7 @@ def _bounds(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
 
 
-def refuse_pipelined_trainer(config: RecipeConfig, shape: TrainingShapeProfile | None) -> None:
+def refuse_pipelined_trainer(config: RLConfig, shape: TrainingShapeProfile | None) -> None:
     """Check the policy trainer's shape, which is known only once the platform has chosen it.
 
     Raises:

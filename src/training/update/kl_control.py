@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hearth.errors import ConfigError, NumericsError
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 
 STEP_HORIZON = 10.0
 """Steps of a recipe over which the coefficient moves: the paper's gain of 0.1 a step."""
@@ -53,7 +53,7 @@ class AdaptiveKL:
         return self.coefficient
 
 
-def kl_control(config: RecipeConfig) -> AdaptiveKL | None:
+def kl_control(config: RLConfig) -> AdaptiveKL | None:
     """The controller that a recipe's config asks for, at its start; None with a fixed coefficient.
 
     Raises:

@@ -20,7 +20,7 @@ from hearth.errors import ConfigError
 from hearth.losses import TIS, Objective, TokenBatch, policy_loss_per_token, resolve_objective
 from hearth.losses.corrections import WithReference
 from training.config.objective import objective_options, tis_options
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.samples.groups import TrainSample
 from training.update.builtin_loss import BuiltinLoss
 
@@ -97,7 +97,7 @@ class StepBatch:
     """Whether ratios are to the policy that sampled, not to the trainer's before the step."""
 
 
-def policy_loss(config: RecipeConfig, batch: StepBatch) -> LossFunction | BuiltinLoss:
+def policy_loss(config: RLConfig, batch: StepBatch) -> LossFunction | BuiltinLoss:
     """The loss that ``config`` names, over a batch: to run here, or inside the trainer.
 
     The one that runs here is ``loss_fn(datums, logprobs) -> (loss, metrics)``: ``logprobs`` are the

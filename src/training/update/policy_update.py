@@ -12,11 +12,12 @@ import tinker
 from torch import Tensor
 
 from hearth.telemetry import Stopwatch
-from training.config.recipe import RecipeConfig
+from training.config.rl import RLConfig
 from training.platform.run_infra import RunInfra
 from training.samples.groups import PromptGroup, TrainSample
 from training.update.builtin_loss import BuiltinLoss
 from training.update.kl_control import AdaptiveKL
+from training.update.optimizer import adam_params
 from training.update.parity import logprob_gaps, parity_metrics
 from training.update.policy_losses import LossFunction, StepBatch
 
@@ -39,7 +40,7 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        config: RecipeConfig,
+        config: RLConfig,
         infra: RunInfra,
         clock: Stopwatch,
         kl: AdaptiveKL | None = None,
@@ -57,6 +58,8 @@ class PolicyUpdate:
         self._gaps: list[Tensor] = []
         self.groups: list[PromptGroup] = []
         """The groups of the step so far."""
+        self.adam_params = adam_params(config, config.learning_rate)
+        """What the next optimizer step is given; ``before_step`` may change it."""
         self.optimizer_steps = 0
         self.is_whole = False
         """Whether all groups of the step have gone through, and its last optimizer step comes."""
@@ -178,19 +181,11 @@ class PolicyUpdate:
     async def _optimizer_step(self) -> None:
         """One AdamW step on what has accumulated."""
         config = self._config
-        params = tinker.AdamParams(
-            learning_rate=config.learning_rate,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            grad_clip_norm=config.grad_clip_norm,
-        )
         if self._before_step is not None:
             self._before_step(self)
         with self._clock.span("perf/optim_step_time"):
             done = await self._infra.policy_client.optim_step(
-                params,
+                self.adam_params,
                 config.grad_accumulation_normalization,
                 skip_zero_gradient=config.zero_gradient_steps == "skip",
             )

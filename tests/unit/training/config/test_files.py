@@ -15,9 +15,9 @@ from training.config.parts import (
     own_config,
     plain_config,
 )
-from training.recipes import async_rl_loop, igpo_loop, rl_loop
+from training.recipes import async_rl_loop, igpo_loop, rl_loop, sft_loop
 
-RECIPES = [rl_loop, async_rl_loop, igpo_loop]
+RECIPES = [rl_loop, async_rl_loop, igpo_loop, sft_loop]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -80,14 +80,14 @@ def test_a_printed_config_gives_the_same_config_again(tmp_path, given):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_config_that_a_run_has_written_gives_the_same_config_again(tmp_path, recipe):
-    config = recipe.Config(base_model="models/mine", epochs=3, weight_sync_interval=4)
+    config = recipe.Config(base_model="models/mine", epochs=3, dcp_timeout=60.0)
     path = tmp_path / "config.json"
     path.write_bytes(orjson.dumps(own_config(config), default=str))
 
     again = read_settings_file(recipe.Config(), path)
 
     assert plain_config(again) == plain_config(config)
-    assert is_given(again.weight_sync_interval)
+    assert is_given(again.dcp_timeout)
     assert not is_given(again.dcp_save_interval)  # so that checkpoints are written now and then
 
 
