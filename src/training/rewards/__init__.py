@@ -7,6 +7,7 @@ reward functions; ``scored`` is how a recipe calls any of them.
 
 from training.rewards.answers import answer_reward, exact_match, marked_answer, same_answer
 from training.rewards.check import check_reward
+from training.rewards.code import CodeReward, code_reward, find_code
 from training.rewards.ensemble import RewardEnsemble
 from training.rewards.errors import RewardDiedError, RewardTimeoutError, StuckRewardsError
 from training.rewards.form import pattern_reward, soft_overlong_reward, tags_reward
@@ -17,6 +18,7 @@ from training.rewards.scoring import AnyReward, choose_reward, disagreements, gu
 
 __all__ = [
     "AnyReward",
+    "CodeReward",
     "GuardedReward",
     "RewardDiedError",
     "RewardEnsemble",
@@ -29,8 +31,10 @@ __all__ = [
     "answer_reward",
     "check_reward",
     "choose_reward",
+    "code_reward",
     "disagreements",
     "exact_match",
+    "find_code",
     "guard_reward",
     "guarded",
     "marked_answer",
