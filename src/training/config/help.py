@@ -12,6 +12,8 @@ from training.config.describe import Setting, describe_settings
 FIRST = (
     "base_model",
     "dataset",
+    "environment",
+    "environment_args",
     "max_rows",
     "epochs",
     "reward",

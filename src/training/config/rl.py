@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Suppress
 
+from training.config.json_flag import JsonObject
 from training.config.parts import (
     CISPOConfig,
     DAPOConfig,
@@ -41,6 +42,14 @@ class RLConfig(RecipeConfig):
     dataset: str = GSM8K_SAMPLE
     """Rows to train on, each {messages, ground_truth}: a JSONL, Parquet or CSV file, a folder of
     them, an http(s) URL of JSONL, or hf:ORG/NAME[/CONFIG][:SPLIT] of the Hugging Face hub."""
+    environment: str | None = None
+    """Environment to train on in place of dataset and reward: LIBRARY:TASK, as
+    reasoning_gym:chain_sum, or MODULE:CLASS of your own, found in the current folder too
+    (docs/environments.md). max_rows of its tasks are trained, eval_rows others are held out."""
+    environment_args: JsonObject = field(default_factory=dict[str, Any])
+    """What the environment is made with, as {"max_terms": 2}; a flag takes JSON."""
+    eval_rows: int = 256
+    """Number of held-out rows to use; with an environment 0 evaluates nothing."""
 
     completions_per_prompt: int = 4
     """Completions per row: the group that rewards are centered in."""

@@ -207,7 +207,9 @@ def _group_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _row_problems(config: RecipeConfig) -> Iterator[str]:
-    yield from counts_below_one(config, "epochs", "eval_rows")
+    yield from counts_below_one(config, "epochs")
+    if config.eval_rows < (0 if config.eval_dataset is None else 1):
+        yield f"eval_rows must be >= 1, got {config.eval_rows}"
     if config.max_rows is not None and config.max_rows < 1:
         yield f"max_rows must be >= 1 or None, got {config.max_rows}"
     if config.eval_every < 0:

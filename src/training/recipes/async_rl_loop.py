@@ -29,13 +29,13 @@ from typing import Any
 
 from training.config.async_recipe import AsyncConfig
 from training.config.validation import validate
-from training.data.given_rows import choose_eval_rows, choose_rows
 from training.data.rows import Row
+from training.environments.choose import Given, GivenEnvironment, choose_rolled_out_rows
 from training.platform.run_infra import RunInfra
 from training.rollouts.cluster import run_on_cluster
 from training.rollouts.queue import TakenGroup
 from training.rollouts.runner import GroupCredit, GroupFilter, Rollouts, Submission
-from training.rollouts.setup import choose_rollout, rollout_setup
+from training.rollouts.setup import rollout_setup
 from training.rollouts.thread import RolloutThread
 from training.rollouts.validation import rollout_problems
 from training.run.async_loop import AsyncLoop, rollout_queue, run_watched
@@ -78,6 +78,7 @@ def main(
     rollout_fn_factory: RolloutFnFactory | None = None,
     rows: Sequence[Row] | None = None,
     eval_rows: Sequence[Row] | None = None,
+    environment: GivenEnvironment | None = None,
     dynamic_filter_fn: GroupFilter | None = None,
 ) -> RunSummary:
     """Train until the rows run out.
@@ -85,8 +86,9 @@ def main(
     ``rollout_fn_factory(setup)`` is called once and returns the rollout function, which is called
     ``completions_per_prompt`` times for each row; None takes ``config.rollout``. ``rows`` take the
     place of ``config.dataset`` and ``eval_rows`` that of ``config.eval_dataset``; neither is cut to
-    the config's number of rows. A group that ``dynamic_filter_fn(group)`` refuses is replaced by
-    the next row's. Ctrl-C and SIGTERM end the run cleanly.
+    the config's number of rows. ``environment`` takes the place of all of these. A group that
+    ``dynamic_filter_fn(group)`` refuses is replaced by the next row's. Ctrl-C and SIGTERM end the
+    run cleanly.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started.
@@ -97,9 +99,8 @@ def main(
         Exception: what a rollout function raised that no second try mends.
     """
     config.validate()
-    rollout_fn_factory = choose_rollout(config, rollout_fn_factory)
-    rows = choose_rows(config, rows)
-    eval_rows = choose_eval_rows(config, eval_rows)
+    given = Given(environment, rows, eval_rows)
+    rows, eval_rows, rollout_fn_factory = choose_rolled_out_rows(config, given, rollout_fn_factory)
     logger.warning(
         "async_rl_loop is experimental: fields and the rollout protocol may change between "
         "versions; pin the version that you build on"

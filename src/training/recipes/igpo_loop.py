@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from hearth.errors import ConfigError
 from training.config.turn_credit import ScorerName, TurnCreditConfig, turn_credit_problems
 from training.config.validation import validate
-from training.data.given_rows import choose_eval_rows, choose_rows
 from training.data.rows import Row
+from training.environments.choose import Given, GivenEnvironment, choose_rolled_out_rows
 from training.platform.run_infra import RunInfra
 from training.recipes import async_rl_loop
 from training.recipes.async_rl_loop import run_rows
 from training.rollouts.runner import GroupCredit, GroupFilter
-from training.rollouts.setup import choose_rollout
 from training.rollouts.validation import rollout_problems
 from training.run.command import recipe, run_command
 from training.run.state import RunSummary
@@ -69,6 +68,7 @@ def main(
     rollout_fn_factory: RolloutFnFactory | None = None,
     rows: Sequence[Row] | None = None,
     eval_rows: Sequence[Row] | None = None,
+    environment: GivenEnvironment | None = None,
     dynamic_filter_fn: GroupFilter | None = None,
     answer_fn: AnswerFn | None = None,
 ) -> RunSummary:
@@ -89,9 +89,10 @@ def main(
         Exception: what a rollout function raised that no second try mends.
     """
     config.validate()
-    rollout_fn_factory = choose_rollout(config, rollout_fn_factory)
-    rows = choose_rows(config, rows)
-    eval_rows = choose_eval_rows(config, eval_rows)
+    given = Given(environment, rows, eval_rows)
+    rows, eval_rows, rollout_fn_factory = choose_rolled_out_rows(
+        config, given, rollout_fn_factory, needs_truth=True
+    )
     if config.ig_weight == 0:
         return run_rows(config, rows, rollout_fn_factory, dynamic_filter_fn, eval_rows=eval_rows)
     if answer_fn is None:

@@ -20,9 +20,9 @@ from typing import Literal
 
 from training.config.single_turn import SingleTurnConfig
 from training.config.validation import validate
-from training.data.given_rows import choose_eval_rows, choose_rows
 from training.data.rows import IndexedRow, Row
-from training.rewards import AnyReward, check_reward, choose_reward
+from training.environments.choose import Given, GivenEnvironment, choose_scored_rows
+from training.rewards import AnyReward
 from training.rollouts.single_turn import sample_row
 from training.run.begin import begin_run
 from training.run.command import recipe, run_command, run_until_signal
@@ -69,14 +69,15 @@ def main(
     *,
     reward_fn: AnyReward | None = None,
     eval_rows: Sequence[Row] | None = None,
+    environment: GivenEnvironment | None = None,
 ) -> RunSummary:
     """Train until the rows run out.
 
     ``rows`` replace ``config.dataset`` and ``eval_rows`` replace ``config.eval_dataset``; neither
     is cut to the config's number of rows. ``reward_fn(text, row)`` scores one completion; it may be
     async, or guarded, and None takes ``config.reward``. A plain one is tried before anything is
-    started (``config.try_reward``). Ctrl-C and SIGTERM end the run cleanly: what was trained is in
-    ``log_path``, and the platform is taken down.
+    started (``config.try_reward``). ``environment`` replaces rows and rewards. Ctrl-C and SIGTERM
+    end the run cleanly: what was trained is in ``log_path``, and the platform is taken down.
 
     Raises:
         ConfigError: a setting or a row breaks its rule; nothing was started, or the shape that the
@@ -85,10 +86,8 @@ def main(
         ParityError: sampler and trainer disagree, and ``parity_stops`` is on.
     """
     config.validate()
-    rows = choose_rows(config, rows, needs_messages=True)
-    eval_rows = choose_eval_rows(config, eval_rows, needs_messages=True)
-    reward_fn = choose_reward(config, reward_fn)
-    check_reward(config, reward_fn, rows, eval_rows)
+    given = Given(environment, rows, eval_rows)
+    rows, eval_rows, reward_fn = choose_scored_rows(config, given, reward_fn)
     with begin_run(config, rows, eval_rows, max_concurrent=config.max_concurrent) as (infra, run):
         refuse_pipelined_trainer(config, infra.policy_profile)
         run_until_signal(train(Loop(config, infra, run), reward_fn))

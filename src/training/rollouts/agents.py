@@ -11,6 +11,9 @@ async def rollout_fn(row):
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
 from hearth.sdk.capture import CaptureServer, CaptureSession
 from training.rollouts.sampler import current_rollout, refuse_other_distribution
@@ -20,7 +23,8 @@ from training.samples.rollout import RolloutRun, RolloutSample, RolloutSetup
 class AgentSession:
     """One trajectory of an agent. ``base_url`` and ``api_key`` are for its OpenAI client."""
 
-    def __init__(self, captured: CaptureSession) -> None:
+    def __init__(self, server: CaptureServer, captured: CaptureSession) -> None:
+        self._server = server
         self._captured = captured
         self.base_url = captured.base_url
         self.api_key = captured.api_key
@@ -36,10 +40,23 @@ class AgentSession:
         """Answers that the deployment has given."""
         return len(self._captured.turns)
 
-    def run(self, reward: float, *, parsed: bool | None = None) -> RolloutRun | None:
+    async def complete(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """The next message, as an OpenAI client would get it, with its ``finish_reason`` beside.
+
+        Raises:
+            RequestError: the deployment refuses the conversation, as one that outgrows the context.
+        """
+        return await self._server.complete(self._captured, messages, tools)
+
+    def run(
+        self, reward: float, *, parsed: bool | None = None, parts: Mapping[str, float] | None = None
+    ) -> RolloutRun | None:
         """The trajectory with its reward; None without any answer.
 
-        ``parsed`` says whether the reward found the answer that it looks for (``Score.parsed``).
+        ``parsed`` says whether the reward found the answer that it looks for (``Score.parsed``),
+        ``parts`` what the reward is made of (``Score.parts``).
 
         Turns that extend each other token by token are one sample. A turn whose conversation was
         rendered differently (a template that drops earlier reasoning, a history that the agent
@@ -57,6 +74,7 @@ class AgentSession:
                 routing_matrices=chain.routing_matrices and chain.routing_matrices[1:],
                 parsed=parsed,
                 seeds=list(chain.seeds),
+                reward_parts=parts,
             )
             for chain in self._captured.chains()
         ]
@@ -73,7 +91,7 @@ class AgentServer:
         """A session for the running rollout; its seeds are the same in every run."""
         rollout = current_rollout.get()
         seed = None if rollout is None else rollout.next_seed(1)
-        return AgentSession(self._server.session(seed=seed))
+        return AgentSession(self._server, self._server.session(seed=seed))
 
 
 def build_agent_server(setup: RolloutSetup) -> AgentServer:

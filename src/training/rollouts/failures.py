@@ -60,6 +60,14 @@ class RecoverableRolloutError(HearthError, RuntimeError):
     """For a user's rollout to raise: the rollout may be tried again, and is dropped after that."""
 
 
+class DroppedRolloutError(HearthError, RuntimeError):
+    """For a rollout whose task is at fault: it is dropped at once, and says nothing about others.
+
+    It is not tried again, since it would fail again, and no number of them ends the run as failing:
+    all rollouts of a row have the same task.
+    """
+
+
 class RolloutsFailingError(HearthError, RuntimeError):
     """Too many rollouts failed: training on the rest would be training on a biased sample."""
 

@@ -21,7 +21,13 @@ from training.config.async_recipe import AsyncConfig
 from training.data.rows import IndexedRow
 from training.data.seeds import row_seed
 from training.rewards.scoring import gather_or_cancel
-from training.rollouts.failures import CircuitBreaker, RetryLimits, is_recoverable, with_retries
+from training.rollouts.failures import (
+    CircuitBreaker,
+    DroppedRolloutError,
+    RetryLimits,
+    is_recoverable,
+    with_retries,
+)
 from training.rollouts.sampler import RolloutContext, current_rollout
 from training.rollouts.thread import describe_place
 from training.samples.groups import ExampleAnswer, PromptGroup, RowOutcome
@@ -160,7 +166,9 @@ class Rollouts:
         try:
             returns = await self._retry(lambda: self._call(submitted, sample, where), where)
         except Exception as error:
-            if not is_recoverable(error):
+            if isinstance(error, DroppedRolloutError):
+                logger.warning("%s is dropped: %s", where, error)
+            elif not is_recoverable(error):
                 raise
             return _RolloutReturn(
                 [], error=error, sampled_trajectories=[failed_trajectory(error, began)]

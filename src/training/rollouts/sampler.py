@@ -14,11 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hearth.errors import ConfigError, TransportError
-from hearth.sdk import DeploymentSampler, SampledCompletion
+from hearth.sdk import (
+    DeploymentSampler,
+    FixedConcurrencyController,
+    SampledCompletion,
+    SamplingRetryPolicy,
+)
 from hearth.sdk.sampling import completion_seed
 from training.data.seeds import call_seed
-from training.rollouts.router_replay import find_routing
-from training.samples.rollout import RolloutRun
+from training.rollouts.router_replay import ROUTING_OPTIONS, find_routing
+from training.samples.rollout import RolloutRun, RolloutSetup
 
 current_rollout: ContextVar[RolloutContext | None] = ContextVar("current_rollout", default=None)
 """The rollout that is running; None outside of a rollout function."""
@@ -183,3 +188,32 @@ def refuse_other_distribution(options: Mapping[str, Any], temperature: float) ->
                 f"{name} must be {whole} in a rollout that is trained, got {merged!r}: {whole} is "
                 f"{why}; sample what is not trained with sampler.deployment"
             )
+
+
+# The recipe's gate says how many rollouts run; the sampler adds no limit of its own.
+NO_LIMIT = 2**31
+
+
+def build_deployment_sampler(setup: RolloutSetup) -> RolloutSampler:
+    """A sampler on the run's deployment, closed with the run.
+
+    Requests without a seed get one from the rollout's place, so a run repeats. Completions have the
+    logprobs that they were sampled with, and with ``router_replay`` the experts. What is trained is
+    sampled at the run's temperature and never truncated: another ``temperature``, ``top_p`` or
+    ``top_k`` ends the run. To be made once, in ``make_rollout_fn``.
+    """
+    options = setup.sample_kwargs
+    sampler = RolloutSampler(
+        DeploymentSampler(
+            setup.inference_base_url,
+            setup.model,
+            setup.api_key,
+            setup.tokenizer,
+            concurrency_controller=FixedConcurrencyController(NO_LIMIT),
+            retry_policy=SamplingRetryPolicy(boot_s=setup.boot_timeout_s),
+        ),
+        {name: options[name] for name in ROUTING_OPTIONS if name in options},
+        temperature=options.get("temperature", 1.0),
+    )
+    setup.closing.callback(sampler.close)
+    return sampler

@@ -27,7 +27,7 @@ from hearth.wire.messages import HttpResponse
 
 logger = logging.getLogger(__name__)
 
-_CHAT_PATH = "/inference/v1/chat/completions"
+CHAT_PATH = "/inference/v1/chat/completions"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's client does not retry what has this header: the retries have happened here."""
@@ -103,7 +103,7 @@ class _Capture:
             ClosedError: the session ended meanwhile.
             ClientDisconnect: the client has left.
         """
-        sampling = start(SamplingRequest(self._target, _CHAT_PATH, ChatResponse).send(body))
+        sampling = start(SamplingRequest(self._target, CHAT_PATH, ChatResponse).send(body))
         answer = asyncio.ensure_future(sampling)
         with session.track(sampling):
             try:

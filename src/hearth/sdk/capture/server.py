@@ -9,14 +9,19 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hearth.errors import ClosedError
-from hearth.sdk.capture.app import create_app
+from hearth.sdk.background import start
+from hearth.sdk.capture.answers import build_answer, read_turn
+from hearth.sdk.capture.app import CHAT_PATH, create_app
 from hearth.sdk.capture.policy import SamplingPolicy
+from hearth.sdk.capture.requests import AnswerForm, build_body
 from hearth.sdk.capture.session import CaptureSession
 from hearth.sdk.sampling import DeploymentSampler
+from hearth.sdk.sampling_requests import SamplingRequest
+from hearth.wire.chat import ChatResponse
 from hearth.wire.http_server import HttpServer
 
 _LAST_S = 5
@@ -43,7 +48,8 @@ class CaptureServer:
         sampling: Mapping[str, Any] | None = None,
         max_body_bytes: int = 2**25,
     ) -> None:
-        policy = SamplingPolicy(sampling)
+        policy = self._policy = SamplingPolicy(sampling)
+        self._target = sampler.target
         self._sessions: dict[str, CaptureSession] = {}
         self._is_closed = False
         app = create_app(sampler.target, policy, self._sessions, max_body_bytes=max_body_bytes)
@@ -83,6 +89,32 @@ class CaptureServer:
         )
         self._sessions[name] = session
         return session
+
+    async def complete(
+        self,
+        session: CaptureSession,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        """The next message of a session, in OpenAI's form with its ``finish_reason`` beside.
+
+        It is what a client of the session would get, and captured as that; no HTTP is between.
+
+        Raises:
+            RequestError: the deployment refuses the conversation, as one that outgrows the context.
+            ClosedError: the session has ended.
+            HearthError: the deployment does not answer.
+        """
+        fields = self._policy.apply({"messages": messages, **({"tools": tools} if tools else {})})
+        seed = session.next_seed()
+        body = build_body(fields, AnswerForm(), model=self._target.model, seed=seed)
+        sampling = start(SamplingRequest(self._target, CHAT_PATH, ChatResponse).run(body))
+        with session.track(sampling):
+            answer = await sampling
+        session.keep(read_turn(answer, seed))
+        (choice,) = build_answer(answer, AnswerForm())["choices"]
+        said = {name: value for name, value in choice["message"].items() if value is not None}
+        return {**said, "finish_reason": choice["finish_reason"]}
 
     def close(self) -> None:
         """End all sessions and the server; the sampler stays open. Not for the SDK's loop."""

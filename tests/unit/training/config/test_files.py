@@ -30,7 +30,7 @@ def test_settings_are_described_from_the_source_as_python_makes_them(recipe):
     computed = {name for name, value in known.items() if value is None and usual[name] is not None}
     # Constants of other modules, enumerations and empty mappings.
     assert all(
-        name.split(".")[-1].endswith(("_cap", "scope", "extras", "options", "columns"))
+        name.split(".")[-1].endswith(("_cap", "scope", "extras", "options", "args", "columns"))
         for name in computed
     )
     assert {name: usual[name] for name in known.keys() - computed} == {
