@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.integration.runs import count_steps, read_steps
-from tests.integration.served import Recipes
-from tests.waiting import wait_until
+from tests.integration.runs import read_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from training.data.rows import load_rows
@@ -27,6 +24,17 @@ def answered_rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Shipped rows with their right answers, as ``sft_loop`` reads them."""
     rows = load_rows(str(TRAIN_ROWS), first + count)[first:]
     return [{"messages": [*row["messages"], answer(row["ground_truth"])]} for row in rows]
+
+
+def preferences(count, first=0):
+    """Shipped questions; the right answer is better than one that is off by one."""
+    pairs = []
+    for row in answered_rows(count, first):
+        question, right = row["messages"]
+        value = int(right["content"].removeprefix("<answer>").removesuffix("</answer>"))
+        wrong = f"<answer>{value + 1}</answer>"
+        pairs.append({"messages": [question], "chosen": right["content"], "rejected": wrong})
+    return pairs
 
 
 def answer(value: object) -> dict[str, str]:
@@ -85,24 +93,6 @@ def sha256(folder: Path) -> str:
     """Of the exported weights."""
     path = folder / "models" / "final" / "model.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def check_kill(recipes: Recipes, recipe: str, folder: Path, *flags: str) -> None:
-    """A run that is killed after some steps and started again is one that was not, to the bit."""
-    flags = (*flags, "--dcp-save-interval=2")
-    whole = recipes.start_embedded(recipe, folder / "whole", *flags)
-    assert whole.wait() == 0, whole.output
-    killed = recipes.start_embedded(recipe, folder / "killed", *flags)
-    wait_until(lambda: count_steps(folder / "killed") >= 4, 60, "some steps")
-    killed.send(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
-    again = recipes.start_embedded(recipe, folder / "killed", *flags)
-    assert again.wait() == 0, again.output
-
-    assert "resuming from step-" in again.output
-    assert sha256(folder / "killed") == sha256(folder / "whole")
-    steps, uninterrupted = (without_times(folder / name) for name in ("killed", "whole"))
-    assert steps == uninterrupted
 
 
 def without_times(folder: Path) -> list[dict[str, Any]]:

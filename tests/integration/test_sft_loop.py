@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its numbers, against float64; kills; adapters; and the RL after it."""
+"""Supervised fine-tuning: its numbers, against float64; what it says; and the RL after it."""
 
 import math
 from pathlib import Path
@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.runs import read_metrics, read_steps
-from tests.integration.supervised import (
-    Reference,
-    answered_rows,
-    check_kill,
-    check_weights,
-    exported,
-    sha256,
-    write_rows,
-)
+from tests.integration.supervised import Reference, answered_rows, check_weights, exported, sha256
 from tests.modules import load_module
 
 from hearth.errors import ConfigError
@@ -94,21 +86,6 @@ def test_it_learns_and_says_so_and_is_shown(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"held-out loss: {losses[0]:.4f} at step 0, {losses[-1]:.4f} at step 16" in shown
     assert run.row()["rows_done"] == run.row()["rows_total"] == 256
-
-
-def test_a_kill_changes_no_bit(tmp_path, recipes):
-    rows = write_rows(tmp_path / "rows.jsonl", answered_rows(40))
-
-    check_kill(
-        recipes,
-        "sft_loop",
-        tmp_path,
-        f"--dataset={rows}",
-        "--batch-size=4",
-        "--lr-schedule=linear",
-        "--warmup-steps=3",
-        "--learning-rate=1e-3",
-    )
 
 
 def test_rows_that_are_too_long_are_left_out_and_said(tmp_path, caplog):

@@ -18,7 +18,7 @@ from training.config.rl import RLConfig
 from training.config.single_turn import SingleTurnConfig
 from training.config.supervised import SupervisedConfig
 from training.config.turn_credit import TurnCreditConfig
-from training.recipes import async_rl_loop, igpo_loop, rl_loop, sft_loop
+from training.recipes import async_rl_loop, dpo_loop, igpo_loop, rl_loop, sft_loop
 
 SECTIONS: Mapping[str, tuple[type, ...]] = {
     "Every recipe": (RecipeConfig,),
@@ -26,7 +26,9 @@ SECTIONS: Mapping[str, tuple[type, ...]] = {
     "rl_loop": (SingleTurnConfig, rl_loop.Config),
     "async_rl_loop and igpo_loop": (AsyncConfig, async_rl_loop.Config),
     "igpo_loop": (TurnCreditConfig, igpo_loop.Config),
-    "Recipes that train on given answers": (SupervisedConfig, sft_loop.Config),
+    "Recipes that train on given answers": (SupervisedConfig,),
+    "sft_loop": (sft_loop.Config,),
+    "dpo_loop": (dpo_loop.Config,),
 }
 """The classes whose own fields a section has; a field that is there twice has another default."""
 TOPICS = {
@@ -138,7 +140,8 @@ def describe_config() -> str:
     lines: list[str] = []
     for title, classes in SECTIONS.items():
         lines.append(f"## {title}\n")
-        owner = title.split()[0] if "_loop" in title else "Config"
+        owner = "Config" if title == "Every recipe" else classes[0].__name__
+        owner = title.split()[0] if "_loop" in title else owner
         for config in classes:
             for setting in read_settings(config):
                 if config in (RecipeConfig, RLConfig) and setting.name in TOPICS:

@@ -27,6 +27,7 @@ FIRST = (
     "max_completion_tokens",
     "temperature",
     "policy_loss",
+    "dpo_beta",
     "kl_beta",
     "learning_rate",
     "lr_schedule",

@@ -285,15 +285,41 @@ METRICS: tuple[MetricNote, ...] = (
     MetricNote(
         "train/loss",
         "nats",
-        "What the step minimizes, before it: in sft_loop the mean cross-entropy per answer token.",
-        "falls, with the batch's noise",
+        "What the step minimizes, before it: in sft_loop the mean cross-entropy per answer token, "
+        "in dpo_loop the mean over the pairs.",
+        "falls, with the batch's noise; in dpo_loop from ln 2 = 0.693",
         "Rises or jumps: lower learning_rate, add warmup_steps. Flat: raise it.",
     ),
     MetricNote(
         "train/rows",
         "rows",
-        "Rows that the step trained (sft_loop).",
-        "batch_size; less at the end",
+        "Rows that the step trained (sft_loop, dpo_loop).",
+        "batch_size; fewer at the end",
+    ),
+    MetricNote(
+        "train/accuracy",
+        "share",
+        "Share of the step's pairs whose chosen answer has the higher reward (dpo_loop).",
+        "any at the first step, where all are equal; then above 0.5",
+        "Stays near 0.5: raise learning_rate; do the pairs differ in what you think?",
+    ),
+    MetricNote(
+        "train/margin",
+        "reward",
+        "Mean reward of the chosen answers less that of the rejected ones (dpo_loop).",
+        "rises",
+        "As for train/accuracy.",
+    ),
+    MetricNote(
+        "train/chosen_reward",
+        "reward",
+        "dpo_beta times the log ratio of policy to reference, mean over the chosen answers.",
+        "above train/rejected_reward; it may fall below 0",
+        "Falls far: chosen answers get unlikely, too. Lower learning_rate or raise dpo_beta; "
+        "begin with sft_loop on the chosen answers.",
+    ),
+    MetricNote(
+        "train/rejected_reward", "reward", "The same over the rejected answers.", "falls below 0"
     ),
     MetricNote(
         "train/skipped",
@@ -666,7 +692,8 @@ METRICS: tuple[MetricNote, ...] = (
     MetricNote(
         "eval/accuracy",
         "share",
-        "Share of held-out completions whose reward is above 0.5.",
+        "Share of held-out completions whose reward is above 0.5; in dpo_loop of held-out pairs "
+        "whose chosen answer has the higher reward.",
         "rises with rollout/raw_reward",
         "Falls while training rewards rise: the run learns its rows or a weakness of the reward by "
         "heart. More rows, fewer epochs, a stricter reward.",
@@ -688,6 +715,11 @@ METRICS: tuple[MetricNote, ...] = (
         "falls",
         "Rises while train/loss falls: the rows are learned by heart; fewer epochs, more rows, "
         "lora_rank or weight_decay.",
+    ),
+    MetricNote("eval/margin", "reward", "train/margin of the held-out pairs.", "rises"),
+    MetricNote("eval/chosen_reward", "reward", "The same of their chosen answers.", "any"),
+    MetricNote(
+        "eval/rejected_reward", "reward", "The same of their rejected answers.", "falls below 0"
     ),
     MetricNote("eval/tokens", "tokens", "Answer tokens of the held-out rows.", "the same always"),
     MetricNote("eval/samples", "completions", "Held-out completions that were scored.", "any"),

@@ -34,12 +34,16 @@ RECIPES: Mapping[str, RecipeEntry] = {
         "training.recipes.sft_loop",
         "Supervised fine-tuning: train on the answers of given conversations.",
     ),
+    "dpo": RecipeEntry(
+        "training.recipes.dpo_loop",
+        "Direct preference optimization: of two answers, make the better one likelier.",
+    ),
 }
 DEFAULT_RECIPE = "rl"
 
 
 def train(arguments: list[str]) -> int:
-    """Train: hearth train [rl|async|igpo|sft] [@FILE.toml] [--SETTING VALUE ...]."""
+    """Train: hearth train [rl|async|igpo|sft|dpo] [@FILE.toml] [--SETTING VALUE ...]."""
     name, rest = DEFAULT_RECIPE, arguments
     if arguments and arguments[0] in RECIPES:
         name, *rest = arguments

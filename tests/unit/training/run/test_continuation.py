@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ConfigError
-from training.recipes import async_rl_loop, igpo_loop, rl_loop, sft_loop
+from training.recipes import async_rl_loop, dpo_loop, igpo_loop, rl_loop, sft_loop
 from training.run.continuation import (
     FIXED,
     FREE,
@@ -20,7 +20,7 @@ from training.run.continuation import (
 from training.utils import WeightSyncConfig
 
 PAGE = Path(__file__).parents[4] / "docs" / "resuming.md"
-RECIPES = (rl_loop, async_rl_loop, igpo_loop, sft_loop)
+RECIPES = (rl_loop, async_rl_loop, igpo_loop, sft_loop, dpo_loop)
 FIELDS = {field.name for recipe in RECIPES for field in dataclasses.fields(recipe.Config)}
 
 
@@ -44,7 +44,7 @@ def test_what_is_not_free_is_compared(recipe):
     compared = {name.split(".")[0] for name in settings}
     fields = {field.name for field in dataclasses.fields(recipe.Config)}
     assert fields - FREE <= compared
-    part = {"deployment"} if recipe is not sft_loop else set()
+    part = {"deployment"} if recipe not in (sft_loop, dpo_loop) else set()
     assert compared & FREE == {"trainer"} | part
 
 
