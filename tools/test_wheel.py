@@ -28,6 +28,7 @@ TESTS = (
     "tests/unit/wire/test_records.py",
     "tests/unit/models/test_loading.py",
     "tests/unit/models/test_lora.py",
+    "tests/unit/inference/test_tool_calls.py",
     "tests/unit/viewer/test_api.py",
 )
 """What reads and writes through the packages that we depend on, and takes a few seconds."""

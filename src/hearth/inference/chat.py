@@ -14,7 +14,7 @@ from hearth.inference.backend import SampledSequence, Tokenizer
 from hearth.inference.events import as_chat, chat_raw_output, wants_logprob_objects
 from hearth.inference.responses import token_logprobs, usage_of
 from hearth.inference.texts import check_length
-from hearth.inference.tool_calls import ParsedText, chat_finish_reason, read_tool_calls, tool_call
+from hearth.inference.tool_calls import ParsedText, chat_finish_reason, start_reader, tool_call
 from hearth.telemetry import new_request_id
 from hearth.wire.chat import (
     ChatChoice,
@@ -163,7 +163,9 @@ def _choice(
             encode_routing(completion.routing) if completion.routing else None,
         )
         logprobs = ChatLogprobs.model_construct(content=as_chat(content))
-    message = _answer(request, prompt, completion.text, index)
+    reader = start_reader(request, prompt, tokenizer)
+    parsed = reader.read(completion.text) if reader else ParsedText(completion.text)
+    message = _message(parsed, prompt, index)
     return ChatChoice.model_construct(
         index=index,
         message=message,
@@ -176,11 +178,10 @@ def _choice(
     )
 
 
-def _answer(request: ChatRequest, prompt: list[int], text: str, index: int) -> ChatMessage:
-    """The message of answer ``index``; its calls are read only if tools were offered."""
-    parsed = read_tool_calls(text) if request.offered_tools else ParsedText(text)
+def _message(parsed: ParsedText, prompt: list[int], index: int) -> ChatMessage:
+    """The message of answer ``index``."""
     if not parsed.calls:
-        return ChatMessage.model_construct(content=text)
+        return ChatMessage.model_construct(content=parsed.content)
     calls = [tool_call(call, prompt, index, place) for place, call in enumerate(parsed.calls)]
     return ChatMessage.model_construct(content=parsed.content or None, tool_calls=calls)
 

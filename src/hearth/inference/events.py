@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -12,7 +12,13 @@ from hearth.inference.backend import SampledSequence, SampledToken, Tokenizer
 from hearth.inference.requests import wants_logprobs
 from hearth.inference.responses import choice_logprobs, perf_metrics, token_logprobs, usage_of
 from hearth.inference.streaming import StreamPiece
-from hearth.inference.tool_calls import ParsedText, ToolCallReader, chat_finish_reason, tool_call
+from hearth.inference.tool_calls import (
+    ParsedText,
+    ToolCallReader,
+    chat_finish_reason,
+    start_reader,
+    tool_call,
+)
 from hearth.telemetry import new_request_id
 from hearth.wire import chat, completions
 from hearth.wire.routing import encode_routing
@@ -166,7 +172,7 @@ class ChatEvents(_Events[chat.ChatRequest]):
         tokenizer: Tokenizer | None,
     ) -> None:
         super().__init__(request, [prompt], model_name=model_name, tokenizer=tokenizer)
-        self._readers: defaultdict[int, ToolCallReader] = defaultdict(ToolCallReader)
+        self._readers: dict[int, ToolCallReader | None] = {}
         self._num_calls: Counter[int] = Counter()
 
     def _empty(self) -> chat.ChatChunk:
@@ -203,13 +209,13 @@ class ChatEvents(_Events[chat.ChatRequest]):
 
     def _parse(self, piece: StreamPiece) -> ParsedText:
         """The piece's text, and its calls if tools were offered."""
-        if not self._fields.offered_tools:
-            return ParsedText(piece.text)
+        if piece.index not in self._readers:
+            reader = start_reader(self._fields, self._prompts[0], self._tokenizer)
+            self._readers[piece.index] = reader
         reader = self._readers[piece.index]
-        parsed = reader.push(piece.text)
-        if piece.end is not None:
-            parsed.content += reader.finish().content
-        return parsed
+        if reader is None:
+            return ParsedText(piece.text)
+        return reader.push(piece.text) if piece.end is None else reader.read(piece.text)
 
     def _number_calls(
         self, choice: int, functions: list[chat.FunctionCall]

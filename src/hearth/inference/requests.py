@@ -10,7 +10,6 @@ from typing_extensions import TypeIs
 from hearth.errors import RequestError
 from hearth.inference.backend import AdapterSource, SampleRequest, Tokenizer
 from hearth.inference.texts import check_length
-from hearth.inference.tool_calls import TAGS
 from hearth.wire.base import parse_json, show
 from hearth.wire.chat import ChatRequest
 from hearth.wire.completions import CompletionCall, CompletionFields, SamplingFields
@@ -180,8 +179,11 @@ def chat_requests(
     max_seq_len: int,
     client: str = "",
     adapter: AdapterSource | None = None,
+    visible_tokens: Sequence[str] = (),
 ) -> list[SampleRequest]:
     """The ``n`` samples of a chat request; without its own limit they may fill the context.
+
+    ``visible_tokens`` are special tokens that stay in the text.
 
     Raises:
         RequestError: ``n`` is not in 1..1024, or the two names of the limit differ.
@@ -200,7 +202,7 @@ def chat_requests(
         [prompt],
         max_tokens=max_tokens,
         top_logprobs=request.top_logprobs or 0,
-        visible_tokens=TAGS if request.offered_tools else (),
+        visible_tokens=visible_tokens,
         client=client,
         adapter=adapter,
     )

@@ -40,6 +40,7 @@ from hearth.inference.responses import completion_response, perf_metrics, token_
 from hearth.inference.streaming import CompletionStream, EventResponse, StreamPiece
 from hearth.inference.sync_tracker import resolve_future
 from hearth.inference.texts import longest_text
+from hearth.inference.tool_calls import visible_tokens
 from hearth.wire.asgi import CLIENT_HEADER
 from hearth.wire.chat import ChatRequest, TokenizeRequest, TokenizeResponse
 from hearth.wire.completions import CompletionCall, HotLoadRequest, ModelCard, ModelList
@@ -192,6 +193,7 @@ class _Deployment:
             max_seq_len=self._backend.max_seq_len,
             client=_client(request),
             adapter=self._hot_loads.find_adapter(call.adapter),
+            visible_tokens=visible_tokens(call, tokenizer),
         )
         if call.stream:
             events = ChatEvents(call, prompt, model_name=self._model_name, tokenizer=tokenizer)

@@ -26,6 +26,7 @@ from training.samples.trajectories import WHY_DROPPED, SampledTrajectory, descri
 Line = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_XML_CALL = re.compile(r"\s*<function=[^>\n]+>")
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,13 @@ def _describe_training(trained: TrainSample | None) -> Line:
 
 
 def _count_calls(text: str) -> int:
-    """Tool calls in the form that deployments read (Hermes' and Qwen's)."""
+    """Tool calls in the forms of Hermes and Qwen, which stand between tags."""
     return sum(_is_call(body) for body in _CALL.findall(text)) if "<tool_call>" in text else 0
 
 
 def _is_call(body: str) -> bool:
+    if _XML_CALL.match(body):
+        return True
     try:
         call = json.loads(body)
     except ValueError:

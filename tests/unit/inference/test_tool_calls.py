@@ -8,7 +8,7 @@ from tests.unit.reciter import END, write_reciter
 
 from hearth.inference.engine.engine import EngineOptions, InferenceEngine
 from hearth.inference.service import create_app
-from hearth.inference.tool_calls import ToolCallReader, read_tool_calls
+from hearth.inference.tool_calls import ToolCallReader, find_form
 from hearth.models.loading import load_model, load_tokenizer
 from hearth.sync.store import MemorySnapshotStore
 
@@ -18,9 +18,25 @@ ADD_READ = ("add", '{"a": 2, "b": 3}')
 SUB_READ = ("sub", "{}")
 
 
-def read(text):
-    found = read_tool_calls(text)
-    return found.content, [(call.name, call.arguments) for call in found.calls]
+class Written:
+    """What of a tokenizer says how its model writes calls."""
+
+    def __init__(self, chat_template="", response_template=None):
+        self.added_tokens_decoder = {}
+        self.chat_template = chat_template
+        self.response_template = response_template
+
+
+def result(pieces):
+    content = "".join(piece.content for piece in pieces)
+    return content, [(call.name, call.arguments) for piece in pieces for call in piece.calls]
+
+
+HERMES = find_form(Written("...<tool_call>\n{..."))
+
+
+def read(text, form=HERMES, tools=(), prompt=""):
+    return result([ToolCallReader(form, tools, prompt).read(text)])
 
 
 READ = {
@@ -81,17 +97,17 @@ def test_what_is_no_call_stays_in_the_text_as_sampled(span):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("text", [case[0] for case in READ.values()] + [*MALFORMED.values()][:8])
 def test_a_text_in_pieces_is_read_as_the_whole_one(text, size):
-    reader = ToolCallReader()
-    pieces = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
-    pieces.append(reader.finish())
+    assert read_in_pieces(text, size) == read(text)
 
-    content = "".join(piece.content for piece in pieces)
-    calls = [(call.name, call.arguments) for piece in pieces for call in piece.calls]
-    assert (content, calls) == read(text)
+
+def read_in_pieces(text, size, form=HERMES, tools=(), prompt=""):
+    reader = ToolCallReader(form, tools, prompt)
+    pieces = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
+    return result([*pieces, reader.finish()])
 
 
 def test_no_part_of_a_tag_is_told_before_it_is_decided():
-    reader = ToolCallReader()
+    reader = ToolCallReader(HERMES)
 
     reported = [
         reader.push(piece).content for piece in ("a < b", " <", "tool", "s>\n", "<tool_", "call>")
@@ -99,6 +115,161 @@ def test_no_part_of_a_tag_is_told_before_it_is_decided():
 
     assert reported == ["a < b", " ", "", "<tools>", "", ""]
     assert reader.push('{"name": "f", "arguments": {}}</tool_call>').calls[0].name == "f"
+
+
+XML = find_form(Written("<tool_call>\n<function={{ name }}>\n<parameter="))
+LLAMA = find_form(Written("<|start_header_id|>{{ role }}<|end_header_id|>\n\n"))
+GEMMA = find_form(
+    Written(
+        response_template={
+            "start_anchor": "<|turn>model\n",
+            "defaults": {"role": "assistant"},
+            "fields": {
+                "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
+                "tool_calls": {
+                    "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+                    "close": "<tool_call|>",
+                    "repeats": True,
+                    "content": "json",
+                    "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+                    "transform": {
+                        "type": "function",
+                        "function": {"name": "{name}", "arguments": "{content}"},
+                    },
+                },
+                "content": {"close": ["<turn|>"], "content": "text"},
+            },
+        }
+    )
+)
+TYPED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "book",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "seats": {"type": "integer"},
+                    "price": {"type": "number"},
+                    "window": {"type": "boolean"},
+                    "names": {"type": "array"},
+                    "code": {"type": "string"},
+                    "note": {"type": ["string", "null"]},
+                },
+            },
+        },
+    }
+]
+BOOK = """<tool_call>
+<function=book>
+<parameter=seats>
+2
+</parameter>
+<parameter=price>
+10.50
+</parameter>
+<parameter=window>
+true
+</parameter>
+<parameter=names>
+["Ann", "Bo"]
+</parameter>
+<parameter=code>
+  07
+  x < 1
+</parameter>
+</function>
+</tool_call>"""
+BOOKED = {
+    "seats": 2,
+    "price": 10.5,
+    "window": True,
+    "names": ["Ann", "Bo"],
+    "code": "  07\n  x < 1",
+}
+SAY = "<tool_call>\n<function=say>\n</function>\n</tool_call>"
+FAMILIES = {
+    "XML, typed": (XML, f"I book.\n\n{BOOK}", "I book.", [("book", BOOKED)]),
+    "XML, two": (XML, f"{BOOK}\n{SAY}", "", [("book", BOOKED), ("say", {})]),
+    "XML, cut": (XML, BOOK[:-12], BOOK[:-12], []),
+    "XML, no function": (XML, ADD, ADD, []),
+    "XML, a thought": (
+        XML,
+        f"<think>\n{SAY}\n</think>\n\n{SAY}",
+        f"<think>\n{SAY}\n</think>",
+        [("say", {})],
+    ),
+    "Hermes, text for a number": (
+        HERMES,
+        '<tool_call>{"name": "book", "arguments": {"seats": "2", "code": "7"}}</tool_call>',
+        "",
+        [("book", {"seats": 2, "code": "7"})],
+    ),
+    "Hermes, XML": (HERMES, BOOK, BOOK, []),
+    "Llama": (LLAMA, '{"name": "add", "parameters": {"a": 2}}', "", [("add", {"a": 2})]),
+    "Llama, with its tag": (
+        LLAMA,
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}\n',
+        "",
+        [("f", {})],
+    ),
+    "Llama, an answer in JSON": (LLAMA, '{"sum": 5}', '{"sum": 5}', []),
+    "Llama, cut": (LLAMA, '{"name": "add", "para', '{"name": "add", "para', []),
+    "Llama, text": (LLAMA, "It is {5}.", "It is {5}.", []),
+    "the tokenizer's own": (
+        GEMMA,
+        'So <|tool_call>call:say{text:<|"|>a "b" {c}<|"|>,n:1}<tool_call|>',
+        "So ",
+        [("say", {"text": 'a "b" {c}', "n": 1})],
+    ),
+    "the tokenizer's own, broken": (
+        GEMMA,
+        "<|tool_call>call:say{text:}<tool_call|>",
+        "<|tool_call>call:say{text:}<tool_call|>",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"), FAMILIES.values(), ids=FAMILIES.keys()
+)
+def test_each_familys_calls_are_read_with_the_types_of_the_tools(form, text, content, calls, size):
+    told, found = read_in_pieces(text, size, form, TYPED)
+
+    assert (told, [(name, json.loads(text)) for name, text in found]) == (content, calls)
+
+
+def test_a_reasoning_that_the_prompt_begins_is_text_until_it_ends():
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+    told = read(f"{SAY} or so\n</think>\n\n{SAY}", XML, prompt=prompt)
+
+    assert told == (f"{SAY} or so\n</think>", [("say", "{}")])
+    assert read(SAY, XML, prompt=f"{prompt}\n</think>\n\n") == ("", [("say", "{}")])
+    # Of an earlier turn nothing is opened any more.
+    assert read(SAY, XML, prompt=f"{prompt}<|im_end|>\n<|im_start|>assistant\n")[1] != []
+
+
+def test_special_tokens_of_a_call_stay_in_the_text_and_no_others():
+    class Token(str):
+        special = True
+
+    tokenizer = Written("<tool_call>")
+    texts = ("<tool_call>", "<|im_end|>", '<|"|>', "<|tool_call>", "<tool_call|>", "<|python_tag|>")
+    tokenizer.added_tokens_decoder = dict(enumerate(map(Token, texts)))
+
+    assert HERMES.visible_tokens(tokenizer) == ("<tool_call>",)
+    assert GEMMA.visible_tokens(tokenizer) == ('<|"|>', "<|tool_call>", "<tool_call|>")
+    assert LLAMA.visible_tokens(tokenizer) == ("<|python_tag|>",)
+
+
+def test_a_long_text_is_read_in_time_that_grows_with_it():
+    text = "word " * 40_000 + ADD
+
+    assert read_in_pieces(text, 5) == ("word " * 39_999 + "word ", [ADD_READ])
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -140,6 +311,37 @@ def client(request, tmp_path_factory):
     with TestClient(app) as client:
         yield client
     engine.close()
+
+
+@pytest.fixture
+def xml_client(tmp_path):
+    """A deployment whose model writes calls as Qwen3.5 does."""
+    template = TEMPLATE + "{# <tool_call><function=NAME><parameter=KEY> #}"
+    folder = write_reciter(
+        tmp_path, {"<|assistant|>": ["I book.\n\n", BOOK]}, chat_template=template
+    )
+    engine = InferenceEngine(
+        load_model(folder, name="reciter"),
+        tokenizer=load_tokenizer(folder),
+        options=EngineOptions(max_seq_len=256),
+    )
+    app = create_app(engine, model_name="reciter", snapshots=MemorySnapshotStore())
+    with TestClient(app) as client:
+        yield client
+    engine.close()
+
+
+def test_a_deployment_reads_the_form_of_its_model_whole_and_streamed(xml_client):
+    choice = choice_of(xml_client, tools=TYPED)
+    chunks = chunks_of(xml_client, tools=TYPED)
+
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I book."
+    assert json.loads(call["function"]["arguments"]) == BOOKED
+    (told,) = [delta["tool_calls"] for chunk in chunks if "tool_calls" in (delta := chunk["delta"])]
+    assert told == [{"index": 0} | call]
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I book."
 
 
 def ask(client, messages=None, **fields):

@@ -231,3 +231,16 @@ def test_a_share_that_is_none_is_refused(value: str) -> None:
 
 def test_shares_are_read() -> None:
     assert [read_share(value) for value in ("all", "none", "sampled:0.1")] == [1.0, 0.0, 0.1]
+
+
+def test_tool_calls_are_counted_in_both_forms_that_have_tags(tmp_path: Path, opening: Open) -> None:
+    text = (
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>no call</tool_call>'
+        "<tool_call>\n<function=add>\n</function>\n</tool_call>"
+    )
+    rollout = replace(next(iter(group_of(0).flat())).rollout, text=text)
+    with opening() as recorder:
+        recorder.begin_evaluation(1, [{}], [[SampledTrajectory([rollout], reward=1.0)]])
+
+    tables = iterate_tables(tmp_path, "eval", ["tool_calls"])
+    assert [line for table in tables for line in table.to_pylist()] == [{"tool_calls": 2}]
