@@ -47,7 +47,7 @@ class Sums(Environment):
         return Step(reward=reward, done=True, parts={"spread": reward, "bonus": 0.0})
 
 
-def fields(folder: Path, make=config, *, environment=None, **changes):
+def fields(folder: Path, make=config, **changes):
     """A config without a dataset."""
     usual = vars(make(folder, **SETTINGS | changes))
     del usual["dataset"]
@@ -66,10 +66,10 @@ def run_sync(tmp_path):
 
 @pytest.fixture
 def run_async(tmp_path):
-    def run(environment, recipe=async_rl_loop, **changes) -> Trial:
+    def run(given, recipe=async_rl_loop, **changes) -> Trial:
         folder = tmp_path / "async"
         usual = vars(fields(folder, async_config, **changes))
-        return Trial(folder, recipe.main(recipe.Config(**usual), environment=environment))
+        return Trial(folder, recipe.main(recipe.Config(**usual), environment=given))
 
     return run
 
@@ -412,3 +412,24 @@ def test_the_shipped_model_learns_a_task_of_reasoning_gym(tmp_path):
     (_, before), (_, after) = done.evaluations[0], done.evaluations[-1]
     assert before.accuracy < 0.4
     assert after.accuracy > before.accuracy + 0.1
+
+
+def test_a_game_of_gymnasium_is_trained_in_turns(run_async):
+    pytest.importorskip("gymnasium")
+    args = {"is_slippery": False, "max_turns": 3, "instructions": "Walk."}
+
+    trial = run_async(
+        None,
+        environment="gymnasium:FrozenLake-v1",
+        environment_args=args,
+        max_rows=2,
+        eval_rows=0,
+        max_seq_len=512,
+        zero_gradient_steps="take",
+    )
+
+    samples = read_samples(trial.folder)
+    assert {sample["turns"] for sample in samples} <= {1, 2, 3}
+    assert max(sample["turns"] for sample in samples) > 1
+    assert "[S]FFF" in samples[0]["prompt"]
+    assert len(trial.records()) == 1

@@ -10,6 +10,12 @@ from typing import Any
 from hearth.errors import ConfigError
 
 
+def see_current_folder() -> None:
+    """Let modules of the current folder be imported."""
+    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path has texts
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+
+
 def find_named(setting: str, reference: str) -> Any:
     """The callable that ``MODULE:FUNCTION`` names; modules of the current folder are found too.
 
@@ -19,8 +25,7 @@ def find_named(setting: str, reference: str) -> Any:
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{setting} must be MODULE:FUNCTION, got {reference!r}")
-    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path has texts
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    see_current_folder()
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):

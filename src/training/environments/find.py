@@ -12,7 +12,7 @@ from training.config.named import find_named
 from training.environments.protocol import Environment
 from training.environments.tasks import EnvironmentTasks, EpisodeTasks
 
-LIBRARIES: Mapping[str, str] = {"reasoning_gym": "reasoning-gym"}
+LIBRARIES: Mapping[str, str] = {"reasoning_gym": "reasoning-gym", "gymnasium": "gymnasium"}
 """Module of each adapter in this folder, and the extra that it needs."""
 
 

@@ -71,7 +71,8 @@ class EpisodeTasks(EnvironmentTasks):
 
     def __init__(self, name: str, make: MakeEnvironment) -> None:
         self.name = name
-        self._make = make
+        self.make = make
+        """Makes one episode's environment."""
         sample = make()
         if not isinstance(sample, Environment):
             raise ConfigError(
@@ -104,7 +105,7 @@ class EpisodeTasks(EnvironmentTasks):
         calls = EnvironmentCalls(self._timeout_s)
         for seed in seeds:
             try:
-                environment, messages = await calls.begin(self._make, seed)
+                environment, messages = await calls.begin(self.make, seed)
             except DroppedRolloutError as error:
                 if not rows:
                     raise self._failure(seed, error) from error
@@ -119,11 +120,11 @@ class EpisodeTasks(EnvironmentTasks):
 
     def make_rollout_fn(self, setup: RolloutSetup) -> RolloutFn:
         """Plays episodes."""
-        return episode_rollouts(self._make, self._timeout_s, setup)
+        return episode_rollouts(self.make, self._timeout_s, setup)
 
     def reward(self) -> GuardedReward:
         """The first step after an answer; what fails is dropped."""
-        return guarded(EpisodeReward(self._make, self._timeout_s), on_error="drop")
+        return guarded(EpisodeReward(self.make, self._timeout_s), on_error="drop")
 
     def try_row(self, row: Row) -> None:
         """Play the row's episode up to its first step."""
@@ -134,7 +135,7 @@ class EpisodeTasks(EnvironmentTasks):
 
     async def _try_seed(self, seed: int) -> None:
         calls = EnvironmentCalls(self._timeout_s)
-        environment, _ = await calls.begin(self._make, seed)
+        environment, _ = await calls.begin(self.make, seed)
         try:
             await take_step(calls, environment, MADE_UP)
         finally:

@@ -13,7 +13,7 @@ from tests.unit.training.trial_rollouts import config_of
 from hearth.errors import ConfigError
 from training.environments import HELD_OUT, Environment, Step
 from training.environments.choose import Given, choose_rolled_out_rows, choose_scored_rows
-from training.environments.find import find_environment
+from training.environments.find import LIBRARIES, find_environment
 from training.environments.tasks import EpisodeTasks
 from training.recipes import rl_loop
 from training.rewards import Score, Unscored
@@ -340,3 +340,155 @@ def test_a_flag_that_is_no_json_object_is_refused(text, capsys):
     with pytest.raises(SystemExit, match="2"):
         raise SystemExit(rl_loop.command(["--environment-args", text]))
     assert "must be" in capsys.readouterr().err
+
+
+# reasoning-gym.
+
+PLAIN = {"max_terms": 2, "max_digits": 1, "operators": ["+"], "system_prompt": ""}
+
+
+def test_a_task_of_reasoning_gym_has_its_questions_and_its_scorer():
+    pytest.importorskip("reasoning_gym")
+    given = config(environment="reasoning_gym:chain_sum", environment_args={"max_terms": 2})
+
+    rows, held_out, reward = choose_scored_rows(given, Given(), None)
+
+    system, question = rows[0]["messages"]
+    assert "<answer>answer here</answer>" in system["content"]
+    assert question["content"].startswith("State the final answer to the following arithmetic")
+    truth = rows[0]["ground_truth"]
+    assert asyncio.run(reward.score(f"so <answer>{truth}</answer>", rows[0])).reward == 1.0
+    wrong = asyncio.run(reward.score("<answer>x</answer>", rows[0]))
+    assert (wrong.reward, wrong.parsed) == (0.0, True)
+    assert asyncio.run(reward.score(truth, rows[0])).parsed is False
+    assert len({json.dumps(row["messages"]) for row in [*rows, *held_out]}) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the library's files
+def test_all_tasks_of_reasoning_gym_that_repeat_have_rows():
+    library = pytest.importorskip("reasoning_gym.factory")
+    from training.environments.reasoning_gym import HASHED, UNREPEATABLE
+
+    slow = {"futoshiki", "sokoban", "zebra_puzzles", "quantum_lock", "game_of_life_halting"}
+    names = library.DATASETS.keys() - HASHED - UNREPEATABLE - slow - {"composite"}
+    assert len(names) > 90
+    for name in names:
+        tasks = find_environment(f"reasoning_gym:{name}")
+        (row,) = tasks.rows(1, whole=True)
+        (other,) = tasks.rows(1, held_out=True, whole=True)
+        assert row["messages"] != other["messages"], name
+
+
+def test_several_tasks_of_reasoning_gym_are_mixed():
+    pytest.importorskip("reasoning_gym")
+    specs = [{"name": name, "weight": 1, "config": {}} for name in ("chain_sum", "spell_backward")]
+    args = {"datasets": specs, "system_prompt": ""}
+
+    rows = find_environment("reasoning_gym:composite", args).rows(12, whole=True)
+
+    sums = sum("arithmetic" in row["messages"][0]["content"] for row in rows)
+    assert 0 < sums < 12
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "message"),
+    [
+        ("chain_sun", {}, r"a task of reasoning_gym, got 'chain_sun': did you mean chain_sum\?"),
+        ("zzz", {}, "got 'zzz': they are .*chain_sum, "),
+        ("chain_sum", {"size": 3}, "environment_args of .*max_terms, .*system_prompt, got size"),
+        ("chain_sum", {"max_terms": 0}, "must be what .*chain_sum takes, .*AssertionError"),
+        ("chain_sum", {"system_prompt": None}, "system_prompt must be a text, got None"),
+        ("codeio", {}, "must have the same task for the same seed, got 'reasoning_gym:codeio'"),
+        ("ransom_note", {}, "PYTHONHASHSEED must be set for reasoning_gym:ransom_note, got none"),
+    ],
+)
+def test_a_task_that_cannot_be_used_is_refused(task, args, message, monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    with pytest.raises(ConfigError, match=message):
+        find_environment(f"reasoning_gym:{task}", args)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(library, monkeypatch):
+    package = "openenv" if library == "openenv" else library
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"training.environments.{library}", raising=False)
+    message = rf"without {package}\S*: pip install 'hearth-rl\[{LIBRARIES[library]}\]'"
+
+    with pytest.raises(ConfigError, match=message):
+        find_environment(f"{library}:anything")
+
+
+# Gymnasium.
+
+
+def test_a_game_of_gymnasium_is_drawn_and_its_numbers_have_names():
+    pytest.importorskip("gymnasium")
+    args = {"actions": ["left", "down", "right", "up"], "is_slippery": False}
+    tasks = find_environment("gymnasium:FrozenLake-v1", args | {"instructions": "Reach G."})
+    game = tasks.make()
+
+    first = game.reset(0)
+    second = game.step("<answer>Down</answer>")
+    third = game.step("jump")
+
+    assert not tasks.is_single_turn
+    assert game.max_turns == 100
+    assert (
+        first
+        == "Reach G.\n\nAnswer with one of: left, down, right, up.\n\n\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
+    )
+    assert "\n[F]HFH\n" in second.observation
+    assert third == Step("Answer with one of: left, down, right, up.", parsed=False)
+    rewards = [game.step(move) for move in ("down", "right", "right", "down", "right")]
+    assert (rewards[-1].reward, rewards[-1].done) == (1.0, True)
+    assert game.close() is None
+
+
+def test_a_text_game_of_gymnasium_of_ones_own(tmp_path, monkeypatch):
+    pytest.importorskip("gymnasium")
+    (tmp_path / "my_game.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium import spaces\n"
+        "class Echo(gymnasium.Env):\n"
+        "    observation_space = action_space = spaces.Text(20)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n"
+        "        self.word = str(self.np_random.integers(100))\n"
+        "        return self.word, {}\n"
+        "    def step(self, action):\n"
+        "        return 'over', float(action == self.word), True, False, {}\n"
+        "gymnasium.register('Echo-v0', Echo)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    game = find_environment("gymnasium:my_game:Echo-v0", {"max_turns": 2}).make()
+
+    word = game.reset(3)
+
+    assert word == find_environment("gymnasium:my_game:Echo-v0").make().reset(3)
+    assert game.step("no such thing!").parsed is False
+    assert game.step(word) == Step("over", 1.0, True, parsed=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "message"),
+    [
+        (
+            "Nothing-v0",
+            {},
+            "must be a game of Gymnasium .*got 'gymnasium:Nothing-v0': NameNotFound",
+        ),
+        ("FrozenLake-v1", {"slippery": 1}, "must be a game of Gymnasium made with .*TypeError"),
+        ("Pendulum-v1", {}, "must have actions that are texts or numbers below n, .*Box"),
+        ("FrozenLake-v1", {"actions": ["left"]}, r"actions must be one name for each of Discrete"),
+    ],
+)
+def test_a_game_that_cannot_be_written_is_refused(task, args, message):
+    pytest.importorskip("gymnasium")
+
+    with pytest.raises(ConfigError, match=message):
+        find_environment(f"gymnasium:{task}", args)
