@@ -14,14 +14,23 @@ from hearth.cli.verbs import VERBS
 from hearth.wire.openapi import describe_platform
 from training.config.recipe import RecipeConfig
 from training.config.rl import RLConfig
-from training.recipes import async_rl_loop, dpo_loop, igpo_loop, rl_loop, sft_loop
+from training.recipes import (
+    async_rl_loop,
+    distillation_loop,
+    dpo_loop,
+    igpo_loop,
+    rl_loop,
+    sft_loop,
+)
 from training.run.metric_table import METRICS
 
 sys.path.append(str(Path(__file__).parents[2]))
 from tools.reference import command, config, http, metrics
 
 
-@pytest.mark.parametrize("recipe", [rl_loop, async_rl_loop, igpo_loop, sft_loop, dpo_loop])
+@pytest.mark.parametrize(
+    "recipe", [rl_loop, async_rl_loop, igpo_loop, sft_loop, dpo_loop, distillation_loop]
+)
 def test_every_field_of_a_config_is_on_the_page_of_settings(recipe):
     entries = set(re.findall(r"{py:attribute} \w+\.(\w+)$", config.describe_config(), re.MULTILINE))
 
@@ -35,7 +44,7 @@ def test_fields_of_parts_and_the_topics_are_those_of_the_code():
 
     assert config.TOPICS.keys() <= {field.name for field in dataclasses.fields(RLConfig)}
     for name, part in (config.PARTS | config.OLDER).items():
-        owner = sft_loop if name == "tokenizer" else rl_loop
+        owner = {"tokenizer": sft_loop, "teacher": distillation_loop}.get(name, rl_loop)
         assert isinstance(getattr(owner.Config(), name), part)
         for setting in config.read_settings(part):
             assert f"{{py:attribute}} {name}.{setting.name}\n" in page

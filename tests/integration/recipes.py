@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 import transformers.models.auto.tokenization_auto  # noqa: F401 - what a run imports late
 from tests.integration import rollouts
 
-from training.recipes import dpo_loop, rl_loop, sft_loop
+from training.recipes import distillation_loop, dpo_loop, rl_loop, sft_loop
 
 COMMANDS = {
     "rl_loop": rl_loop.command,
     "async_rl_loop": rollouts.command,
     "sft_loop": sft_loop.command,
     "dpo_loop": dpo_loop.command,
+    "distillation_loop": distillation_loop.command,
 }
 
 

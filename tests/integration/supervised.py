@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.integration.runs import read_steps
+from tests.unit.tiny import shake
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from training.data.rows import load_rows
@@ -47,13 +49,28 @@ def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     return path
 
 
-class Reference:
-    """The shipped model in float64, by transformers: nothing of ours is in its arithmetic."""
+def copy_model(folder: Path) -> Path:
+    """The shipped model's folder, to be changed."""
+    shutil.copytree(MODEL, folder)
+    return folder
 
-    def __init__(self) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+def shaken_model(folder: Path) -> Path:
+    """The shipped model with other weights, which says other things."""
+    path = copy_model(folder) / "model.safetensors"
+    weights = load_file(path)
+    shake(weights, seed=0)
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+class Reference:
+    """A model in float64, by transformers: nothing of ours is in its arithmetic."""
+
+    def __init__(self, folder: Path = MODEL) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.grad_norm = math.nan
-        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
     def logprobs(self, question: str, text: str) -> torch.Tensor:
         """Logprobs of an answer's tokens and of its end, after a user's question."""

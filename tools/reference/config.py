@@ -18,7 +18,14 @@ from training.config.rl import RLConfig
 from training.config.single_turn import SingleTurnConfig
 from training.config.supervised import SupervisedConfig
 from training.config.turn_credit import TurnCreditConfig
-from training.recipes import async_rl_loop, dpo_loop, igpo_loop, rl_loop, sft_loop
+from training.recipes import (
+    async_rl_loop,
+    distillation_loop,
+    dpo_loop,
+    igpo_loop,
+    rl_loop,
+    sft_loop,
+)
 
 SECTIONS: Mapping[str, tuple[type, ...]] = {
     "Every recipe": (RecipeConfig,),
@@ -26,6 +33,7 @@ SECTIONS: Mapping[str, tuple[type, ...]] = {
     "rl_loop": (SingleTurnConfig, rl_loop.Config),
     "async_rl_loop and igpo_loop": (AsyncConfig, async_rl_loop.Config),
     "igpo_loop": (TurnCreditConfig, igpo_loop.Config),
+    "distillation_loop": (distillation_loop.Config,),
     "Recipes that train on given answers": (SupervisedConfig,),
     "sft_loop": (sft_loop.Config,),
     "dpo_loop": (dpo_loop.Config,),
@@ -49,6 +57,7 @@ PARTS = {
     "trainer": parts.TrainerConfig,
     "deployment": parts.DeployConfig,
     "tokenizer": parts.TokenizerConfig,
+    "teacher": parts.DeployConfig,
     "resume": parts.ResumeConfig,
     "wandb": parts.WandBConfig,
     "tis": parts.TISConfig,

@@ -25,7 +25,7 @@ VERBS: Mapping[str, VerbEntry] = {
     "train": VerbEntry(
         "training.run.train_verb:train",
         "training.recipes.rl_loop:Config",
-        "Train: hearth train [rl|async|igpo|sft|dpo] [@FILE.toml] [--SETTING VALUE ...].",
+        "Train: hearth train [rl|async|igpo|sft|dpo|distill] [@FILE.toml] [--SETTING VALUE ...].",
     ),
     "view": VerbEntry(
         "hearth.viewer.verb:view",

@@ -211,6 +211,41 @@ class DeploymentSampler:
             lambda: start(self._score(prompts, last, self._target_within(http_timeout)))
         )
 
+    def score_top_tokens(
+        self, sequence: Sequence[int], k: int, *, last: int, http_timeout: float | None = None
+    ) -> CompletionsCall[list[tuple[int, float]]]:
+        """The model's ``k`` most probable tokens for each of a sequence's ``last`` ones.
+
+        Each is a token id and its logprob before temperature, the likeliest first; nothing is
+        sampled. ``http_timeout`` bounds the request, in seconds.
+
+        Raises:
+            ConfigError: ``k`` or ``last`` is below 1, or ``last`` includes the first token, which
+                nothing stands before.
+            TransportError: on use: the deployment answers about other tokens, or with fewer.
+        """
+        for name, value, most in (("k", k, None), ("last", last, len(sequence) - 1)):
+            if value < 1 or (most is not None and value > most):
+                bound = "" if most is None else f" and <= {most}"
+                raise ConfigError(f"{name} must be >= 1{bound}, got {value}")
+        call = CompletionCall(
+            model=self.model,
+            prompt=[list(sequence)],
+            max_tokens=0,
+            echo_last=last,
+            logprobs=True,
+            top_logprobs=k,
+            raw_output=True,
+        )
+        echoed = list(sequence[-last:])
+        target = self._target_within(http_timeout)
+
+        async def score() -> list[list[tuple[int, float]]]:
+            response = await SamplingRequest(target, _PATH, CompletionResponse).run(call.dump())
+            return _read_top_tokens(response.choices[0], echoed, k)
+
+        return CompletionsCall(lambda: start(score()))
+
     def close(self) -> None:
         """Refuse further calls and close the connections."""
         start(self.target.http.close()).result()
@@ -324,6 +359,24 @@ def read_scores(choice: Choice, sequence: Sequence[int], last: int | None = None
             "first, got others: the deployment does not support echo with logprobs"
         )
     return rows
+
+
+def _read_top_tokens(choice: Choice, echoed: list[int], k: int) -> list[list[tuple[int, float]]]:
+    """The most probable tokens of each echoed position.
+
+    Raises:
+        TransportError: the choice is about other tokens, or lacks some.
+    """
+    content = [] if choice.logprobs is None else choice.logprobs.content
+    tops = [token.top_logprobs or [] for token in content]
+    is_about = [token.token_id for token in content] == echoed
+    if not is_about or any(len(top) != k for top in tops):
+        raise TransportError(
+            f"a scored sequence must come back with its own tokens and the {k} most probable at "
+            f"each, got {len(content)} of {len(echoed)}: the deployment does not support "
+            "top_logprobs of echoed tokens, or has fewer tokens"
+        )
+    return [[(token.token_id, token.logprob) for token in top] for top in tops]
 
 
 def completion_seed(seed: int, index: int) -> int:

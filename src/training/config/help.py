@@ -11,6 +11,7 @@ from training.config.describe import Setting, describe_settings
 
 FIRST = (
     "base_model",
+    "teacher_model",
     "dataset",
     "environment",
     "environment_args",
@@ -27,6 +28,8 @@ FIRST = (
     "max_completion_tokens",
     "temperature",
     "policy_loss",
+    "distill_loss",
+    "teacher_top_k",
     "dpo_beta",
     "kl_beta",
     "learning_rate",

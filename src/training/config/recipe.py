@@ -146,6 +146,11 @@ class RecipeConfig:
         return merge_infra(self.trainer, InfraConfig())
 
     @property
+    def card_tags(self) -> list[str]:
+        """Tags of the trained model on the hub."""
+        return []
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a trainer is asked for the logprobs of frozen weights."""
         return False

@@ -160,6 +160,21 @@ class RLConfig(RecipeConfig):
         return self.merged_deployment
 
     @property
+    def objective_name(self) -> str:
+        """What is minimized."""
+        return self.policy_loss
+
+    @property
+    def card_tags(self) -> list[str]:
+        """The model's tags."""
+        return ["reinforcement-learning", self.policy_loss]
+
+    @property
+    def least_completions(self) -> int:
+        """Fewest completions of a group: rewards that are centered need two."""
+        return 2
+
+    @property
     def needs_inference(self) -> bool:
         """It samples."""
         return True

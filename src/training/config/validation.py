@@ -186,13 +186,14 @@ def _rl_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _group_problems(config: RLConfig) -> Iterator[str]:
-    if config.completions_per_prompt < 2:
+    if config.completions_per_prompt < config.least_completions == 2:
         yield (
             f"completions_per_prompt must be >= 2, got {config.completions_per_prompt}: GRPO "
             "centers rewards within a group, and one answer has no spread"
         )
     yield from counts_below_one(
         config,
+        *(["completions_per_prompt"] if config.least_completions == 1 else []),
         "prompt_groups_per_step",
         "max_completion_tokens",
         "ppo_n_minibatches",

@@ -59,6 +59,9 @@ class RunInfra(TrainerInfra):
 
     inference_url: str
     api_key: str
+    deployments: DeploymentManager
+    cleanup: ResourceCleanup | None
+    """Takes down at the end what is registered; None where everything goes on running."""
     sampler: DeploymentSampler
     syncer: WeightSyncer
     serves_older_snapshot: bool
@@ -148,18 +151,13 @@ def provision(
             first_checkpoint_type=config.sync.first_checkpoint_type,
             running_requests=running_requests,
         )
-        sampler = DeploymentSampler(
+        sampler = make_sampler(
             deployments.inference_url,
             infra.inference_model,
             connected.api_key,
             tokenizer,
-            concurrency_controller=FixedConcurrencyController(max_concurrent),
-            http_timeout_s=config.deployment.sample_timeout,
-            retry_policy=SamplingRetryPolicy(
-                # Long enough for a platform and a deployment that start again and load the model.
-                retries=RetryPolicy(attempts=9, base_s=1.0),
-                boot_s=config.deployment.deployment_timeout_s,
-            ),
+            config.deployment,
+            max_concurrent,
         )
         stack.callback(sampler.close)
         # It may have died since it was ready; then it comes back.
@@ -170,11 +168,37 @@ def provision(
             **vars(infra),
             inference_url=deployments.inference_url,
             api_key=connected.api_key,
+            deployments=deployments,
+            cleanup=connected.cleanup,
             sampler=sampler,
             syncer=syncer,
             serves_older_snapshot=replica.current_snapshot_identity is not None,
             served_version=replica.weight_version,
         )
+
+
+def make_sampler(
+    inference_url: str,
+    model: str,
+    api_key: str,
+    tokenizer: Any,
+    deployment: DeployConfig,
+    max_concurrent: int,
+) -> DeploymentSampler:
+    """A sampler that outlives restarts of the deployment and of the platform."""
+    return DeploymentSampler(
+        inference_url,
+        model,
+        api_key,
+        tokenizer,
+        concurrency_controller=FixedConcurrencyController(max_concurrent),
+        http_timeout_s=deployment.sample_timeout,
+        retry_policy=SamplingRetryPolicy(
+            # Long enough for a platform and a deployment that start again and load the model.
+            retries=RetryPolicy(attempts=9, base_s=1.0),
+            boot_s=deployment.deployment_timeout_s,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -183,6 +207,7 @@ class _Connected:
 
     trainer_infra: TrainerInfra
     deployments: DeploymentManager
+    cleanup: ResourceCleanup | None
     api_key: str
 
 
@@ -214,7 +239,7 @@ def _connect(
         is_embedded=is_embedded(),
         work_dir=Path(config.log_path).expanduser(),
     )
-    return _Connected(trainer_infra, deployments, api_key)
+    return _Connected(trainer_infra, deployments, cleanup, api_key)
 
 
 def load_tokenizer(settings: TokenizerConfig) -> Any:

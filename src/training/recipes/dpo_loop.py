@@ -53,6 +53,11 @@ class Config(SupervisedConfig):
     dpo_beta: float = 0.1
     """How strongly the policy is held to the reference; rewards are this times log ratios."""
 
+    @property
+    def card_tags(self) -> list[str]:
+        """The model's tags."""
+        return ["dpo"]
+
     def validate(self) -> None:
         """Check everything that can be checked without loading a model.
 

@@ -42,6 +42,11 @@ class Config(SupervisedConfig):
     log_path: str = "runs/sft_loop"
     """Folder of the run: metrics.jsonl, config.json, checkpoints."""
 
+    @property
+    def card_tags(self) -> list[str]:
+        """The model's tags."""
+        return ["sft"]
+
     def validate(self) -> None:
         """Check everything that can be checked without loading a model.
 

@@ -15,6 +15,7 @@ from training.rewards.guard import GuardedReward, guarded
 from training.rewards.mathematics import math_reward
 from training.rewards.score import RewardFunction, Score, ScoringReward, Unscored
 from training.rewards.scoring import AnyReward, choose_reward, disagreements, guard_reward, scored
+from training.rewards.unrewarded import no_reward
 
 __all__ = [
     "AnyReward",
@@ -39,6 +40,7 @@ __all__ = [
     "guarded",
     "marked_answer",
     "math_reward",
+    "no_reward",
     "pattern_reward",
     "same_answer",
     "scored",

@@ -140,7 +140,7 @@ def model_card(config: RecipeConfig, run: Run) -> str:
             *([f"base_model: {base}"] if base == config.base_model else []),
             f"library_name: {'peft' if is_adapter else 'transformers'}",
             "pipeline_tag: text-generation",
-            f"tags: [{', '.join([*_list_tags(config), 'hearth'])}]",
+            f"tags: [{', '.join([*config.card_tags, 'hearth'])}]",
             "---",
             "",
             f"# {config.output_model_id or run.log_path.name}",
@@ -161,13 +161,7 @@ def model_card(config: RecipeConfig, run: Run) -> str:
 def _describe_method(config: RecipeConfig) -> dict[str, object]:
     if not isinstance(config, RLConfig):
         return {}
-    return {"completions per row": config.completions_per_prompt, "loss": config.policy_loss}
-
-
-def _list_tags(config: RecipeConfig) -> list[str]:
-    if isinstance(config, RLConfig):
-        return ["reinforcement-learning", config.policy_loss]
-    return [name_recipe(config).removesuffix("_loop")]
+    return {"completions per row": config.completions_per_prompt, "loss": config.objective_name}
 
 
 def _table(heads: tuple[str, str], rows: Mapping[str, object]) -> Iterator[str]:

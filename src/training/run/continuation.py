@@ -31,7 +31,7 @@ _FREE_NAMES = """
     eval_dataset eval_every eval_rows eval_samples_per_prompt no_signal_patience
     parity_threshold parity_stops parity_probe_tokens record_samples record_max_gb
 
-    placement snapshot_store trainer infra deployment
+    placement snapshot_store trainer infra deployment teacher
     min_samples_per_fwd_bwd max_samples_per_fwd_bwd scoring_batch
 
     dcp_save_interval dcp_timeout save_final_checkpoint keep_checkpoints weight_sync hotload

@@ -291,6 +291,16 @@ METRICS: tuple[MetricNote, ...] = (
         "Rises or jumps: lower learning_rate, add warmup_steps. Flat: raise it.",
     ),
     MetricNote(
+        "train/teacher_kl",
+        "nats per token",
+        "How far the student is from its teacher on its own answers (distillation_loop): the mean "
+        "of the student's logprob less the teacher's, or with distill_loss=top_k the KL from the "
+        "teacher's probabilities of its teacher_top_k tokens.",
+        "falls; single steps of reverse_kl may be below 0",
+        "Flat: raise learning_rate or completions_per_prompt. Large from the start: the student's "
+        "answers make no sense to the teacher; begin with sft_loop.",
+    ),
+    MetricNote(
         "train/rows",
         "rows",
         "Rows that the step trained (sft_loop, dpo_loop).",

@@ -38,12 +38,16 @@ RECIPES: Mapping[str, RecipeEntry] = {
         "training.recipes.dpo_loop",
         "Direct preference optimization: of two answers, make the better one likelier.",
     ),
+    "distill": RecipeEntry(
+        "training.recipes.distillation_loop",
+        "On-policy distillation: the student samples, a teacher scores every token.",
+    ),
 }
 DEFAULT_RECIPE = "rl"
 
 
 def train(arguments: list[str]) -> int:
-    """Train: hearth train [rl|async|igpo|sft|dpo] [@FILE.toml] [--SETTING VALUE ...]."""
+    """Train: hearth train [rl|async|igpo|sft|dpo|distill] [@FILE.toml] [--SETTING VALUE ...]."""
     name, rest = DEFAULT_RECIPE, arguments
     if arguments and arguments[0] in RECIPES:
         name, *rest = arguments

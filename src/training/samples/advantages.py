@@ -57,9 +57,9 @@ def batch_advantages(
     return [[next(pooled) for _ in group] for group in groups]
 
 
-def usable_group(rewards: Sequence[float]) -> str | None:
-    """Why ``group_advantages`` would refuse the group: ``too_few``, ``non_finite``, or None."""
-    if len(rewards) < 2:
+def usable_group(rewards: Sequence[float], least: int = 2) -> str | None:
+    """Why a group is refused: ``too_few``, below ``least``, or ``non_finite``; None where not."""
+    if len(rewards) < least:
         return "too_few"
     if not all(math.isfinite(reward) for reward in rewards):
         return "non_finite"

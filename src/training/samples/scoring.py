@@ -43,6 +43,8 @@ class ScoredRow:
     scores: Sequence[Score | Unscored] = ()
     sampled_trajectories: Sequence[SampledTrajectory] = ()
     """All completions, those without a reward too."""
+    least: int = 2
+    """Fewest samples of a group."""
 
     @property
     def rewards(self) -> list[float]:
@@ -59,7 +61,7 @@ class ScoredRow:
         """Why no group can be made of it; None where one can."""
         if self.sampled.dropped is not None:
             return self.sampled.dropped
-        reason = usable_group(self.rewards)
+        reason = usable_group(self.rewards, self.least)
         return "failed" if reason == "too_few" and self._errors else reason
 
     def drop(self, reason: str) -> RowOutcome:
@@ -133,7 +135,7 @@ async def score_row(
         for completion, has_score in zip(completions, is_scored, strict=True)
     ]
     samples = [part.segments[0] for part in trajectories if part.reward is not None]
-    return ScoredRow(sampled, samples, scores, trajectories)
+    return ScoredRow(sampled, samples, scores, trajectories, config.least_completions)
 
 
 def trajectory_of_completion(

@@ -194,12 +194,16 @@ class PolicyUpdate:
 
 
 def recording(loss_fn: LossFunction, seen: list[Tensor]) -> LossFunction:
-    """The same loss function, which also appends the policy's logprobs to ``seen``."""
+    """The same loss function, which also appends the policy's logprobs to ``seen``.
+
+    Where a target has several candidates, those of the first one: the token that was sampled.
+    """
 
     def recording_fn(
         data: list[tinker.Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
-        seen.extend(logprob.detach() for logprob in logprobs)
+        detached = [logprob.detach() for logprob in logprobs]
+        seen.extend(values if values.dim() == 1 else values[:, 0] for values in detached)
         return loss_fn(data, logprobs)
 
     return recording_fn

@@ -15,9 +15,16 @@ from training.config.parts import (
     own_config,
     plain_config,
 )
-from training.recipes import async_rl_loop, dpo_loop, igpo_loop, rl_loop, sft_loop
+from training.recipes import (
+    async_rl_loop,
+    distillation_loop,
+    dpo_loop,
+    igpo_loop,
+    rl_loop,
+    sft_loop,
+)
 
-RECIPES = [rl_loop, async_rl_loop, igpo_loop, sft_loop, dpo_loop]
+RECIPES = [rl_loop, async_rl_loop, igpo_loop, sft_loop, dpo_loop, distillation_loop]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ConfigError
-from training.recipes import async_rl_loop, dpo_loop, igpo_loop, rl_loop, sft_loop
+from training.recipes import (
+    async_rl_loop,
+    distillation_loop,
+    dpo_loop,
+    igpo_loop,
+    rl_loop,
+    sft_loop,
+)
 from training.run.continuation import (
     FIXED,
     FREE,
@@ -20,7 +27,7 @@ from training.run.continuation import (
 from training.utils import WeightSyncConfig
 
 PAGE = Path(__file__).parents[4] / "docs" / "resuming.md"
-RECIPES = (rl_loop, async_rl_loop, igpo_loop, sft_loop, dpo_loop)
+RECIPES = (rl_loop, async_rl_loop, igpo_loop, sft_loop, dpo_loop, distillation_loop)
 FIELDS = {field.name for recipe in RECIPES for field in dataclasses.fields(recipe.Config)}
 
 
