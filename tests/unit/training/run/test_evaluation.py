@@ -342,7 +342,7 @@ def test_trajectories_of_a_row_keep_every_run_and_count_what_gave_none():
     ("changes", "message"),
     [
         ({"eval_every": -1}, "eval_every must be >= 0, got -1"),
-        ({"eval_rows": 0}, "eval_rows must be >= 1, got 0"),
+        ({"eval_rows": 0, "eval_dataset": "rows.jsonl"}, "eval_rows must be >= 1, got 0"),
         ({"eval_samples_per_prompt": 0}, "eval_samples_per_prompt must be >= 1, got 0"),
     ],
 )
