@@ -7,6 +7,7 @@ LOG_PATH ?= runs/quickstart
 TRL := .venv-trl
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
+ENVIRONMENTS := .venv-environments
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
 TESTERS ?= 2
@@ -23,7 +24,7 @@ WITH_VLLM := HEARTH_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python
 # Tests and the processes that they start keep their bytecode: compiling it anew costs half of make test-fast's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-wheel test-fast test-scale test-vllm test-clients chaos mutants check check-viewer viewer docs bench format clean
+.PHONY: demo test test-wheel test-fast test-scale test-vllm test-clients test-environments chaos mutants check check-viewer viewer docs bench format clean
 
 demo: $(VENV)/.runtime  ## Train the shipped model with GRPO and show it before and after.
 	$(BIN)/hearth quickstart --log-path $(LOG_PATH)
@@ -51,6 +52,11 @@ test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on 
 test-clients: $(VENV)/.dev $(CLIENTS)/.installed  ## Call versions of the official clients, and run tinker-cookbook's recipes.
 	$(BIN)/python -m tests.clients.versions --only "$(VERSIONS)"
 	$(BIN)/python -m tests.clients.cookbook --python $(CLIENTS)/bin/python --only "$(RECIPES)"
+
+# Each library lies beside the tests' environment, in versions of its own.
+test-environments: $(VENV)/.dev $(ENVIRONMENTS)/.installed  ## Train on environments of verifiers and of OpenEnv.
+	for name in verifiers openenv; do \
+		PYTHONPATH=$(ENVIRONMENTS)/$$name $(BIN)/pytest tests/environments/test_$$name.py || exit 1; done
 
 # A failed trial names the command that repeats it. --soak and --only: tests/chaos/campaign.py.
 chaos: $(VENV)/.dev  ## Disturb runs for MINUTES, then send a CROWD and REQUESTS odd requests.
@@ -106,8 +112,13 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt constraints.txt
 	$(CLIENTS)/bin/pip --disable-pip-version-check --quiet install --no-deps tinker-cookbook==0.6.1
 	touch $@
 
+$(ENVIRONMENTS)/.installed: tests/environments/verifiers.txt tests/environments/openenv.txt $(VENV)/.dev
+	for name in verifiers openenv; do \
+		$(PIP) install --no-deps --target $(ENVIRONMENTS)/$$name -r tests/environments/$$name.txt || exit 1; done
+	touch $@
+
 clean:  ## Remove what the other targets made, runs excepted.
-	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) viewer/node_modules mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) $(ENVIRONMENTS) viewer/node_modules mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: with it in place nothing pulls another build of it.
 $(VENV)/.runtime: pyproject.toml constraints.txt

@@ -12,7 +12,12 @@ from training.config.named import find_named
 from training.environments.protocol import Environment
 from training.environments.tasks import EnvironmentTasks, EpisodeTasks
 
-LIBRARIES: Mapping[str, str] = {"reasoning_gym": "reasoning-gym", "gymnasium": "gymnasium"}
+LIBRARIES: Mapping[str, str] = {
+    "reasoning_gym": "reasoning-gym",
+    "gymnasium": "gymnasium",
+    "verifiers": "verifiers",
+    "openenv": "openenv",
+}
 """Module of each adapter in this folder, and the extra that it needs."""
 
 
