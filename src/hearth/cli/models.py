@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from rich.console import Console
 from hearth.cli.resources import ACCOUNT, Platform
 from hearth.errors import ConfigError, UnreachableError
 from hearth.exit_codes import ExitCode, exit_code
+from hearth.records.models import find_model, name_deployment
 
 if TYPE_CHECKING:  # half a second to import, which --help is spared
     from hearth.sdk.transport import Http
@@ -90,35 +90,6 @@ def chat(arguments: list[str]) -> int:
     flags = tyro.cli(ChatFlags, args=arguments, prog="hearth chat")
     code = exit_code(lambda: _chat(flags))
     return ExitCode.DONE if code == ExitCode.INTERRUPTED else code  # Ctrl-C is how it ends
-
-
-def find_model(name: str) -> str:
-    """The model that a name stands for: a run's newest one, a folder's whole path, else the name.
-
-    Raises:
-        ConfigError: it is a folder with neither a model nor a run that has made one.
-    """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        return name
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
-        return str(folder.resolve())
-    models = [file.parent for file in folder.glob("models/*/config.json")]
-    if not models:
-        raise ConfigError(
-            f"model must be a model's folder or a run that has one, got {name!r} without "
-            "models/NAME: runs write theirs at their end"
-        )
-    return str(max(models, key=lambda model: model.stat().st_mtime).resolve())
-
-
-def name_deployment(model: str) -> str:
-    """An id for the deployment of a model: the last part of its name, in the letters of ids.
-
-    A run's ``models/final`` is named after the run: all runs have one.
-    """
-    leaf = model.rstrip("/").removesuffix("/models/final").rsplit("/", 1)[-1].lower()
-    return re.sub(r"[^a-z0-9]+", "-", leaf).strip("-")[:63].strip("-") or "model"
 
 
 def _chat(flags: ChatFlags) -> None:

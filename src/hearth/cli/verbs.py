@@ -42,6 +42,11 @@ VERBS: Mapping[str, VerbEntry] = {
         "hearth.viewer.printed:CompareFlags",
         "Print where runs differ: settings, curves, held-out numbers, the first token.",
     ),
+    "eval": VerbEntry(
+        "training.run.eval_verb:evaluate",
+        "training.run.eval_verb:EvalOptions",
+        "Sample answers of models, score them, and compare: pass@k with intervals.",
+    ),
     "rescore": VerbEntry(
         "training.run.rescore_verb:rescore",
         "training.run.rescore_verb:RescoreOptions",

@@ -94,11 +94,11 @@ def print_run(run: RecordedRun, database: Database, explain: Explain, console: C
     if row["state_text"]:
         console.print(clean(row["state_text"]))
     name, steps, rewards = _read_reward(run)
+    kind, told = _list_held_out(run)
     if not rewards:
-        console.print("no step is on record yet")
+        console.print(f"{kind}: {told[-1]}" if told else "no step is on record yet")
         return
     _plot(name, steps, rewards, console)
-    kind, told = _list_held_out(run)
     told = told or ["not measured (eval_dataset and eval_every)"]
     console.print(f"{kind}: " + ", ".join(dict.fromkeys((told[0], told[-1]))))
     if is_flat(rewards):

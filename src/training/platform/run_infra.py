@@ -17,6 +17,7 @@ from typing import Any, Literal
 from hearth.errors import ConfigError
 from hearth.local import EmbeddedPlatform, check_tokenizer, resolve_model
 from hearth.sdk import (
+    DeploymentConfig,
     DeploymentManager,
     DeploymentSampler,
     FixedConcurrencyController,
@@ -83,11 +84,7 @@ def check_platform(config: RecipeConfig) -> None:
     """
     _ = config.merged_infra
     if not is_embedded():
-        if not read_api_key():
-            raise ConfigError(
-                f"{API_KEY_VARIABLE} must be set where {URL_VARIABLE} is, got none: any text "
-                "will do for a platform on this machine without keys"
-            )
+        _require_key()
         return
     trainer = config.trainer
     if trainer.job_id or trainer.reference_job_id:
@@ -240,6 +237,90 @@ def _connect(
         work_dir=Path(config.log_path).expanduser(),
     )
     return _Connected(trainer_infra, deployments, cleanup, api_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model that is served to be sampled from, and never trained."""
+
+    base_model: str
+    """The folder or hub id that it was loaded from."""
+    tokenizer: Any
+    sampler: DeploymentSampler
+    inference_url: str
+    api_key: str
+
+
+@dataclass(frozen=True)
+class SamplingPlatform:
+    """A platform that serves models, and its key."""
+
+    deployments: DeploymentManager
+    api_key: str
+
+
+@contextlib.contextmanager
+def open_platform(work_dir: Path) -> Iterator[SamplingPlatform]:
+    """The platform that ``HEARTH_URL`` names, or of one that is started here.
+
+    Raises:
+        ConfigError: the platform's key is missing.
+    """
+    with contextlib.ExitStack() as stack:
+        base_url, api_key = read_url(), read_api_key() or "embedded"
+        if base_url:
+            _require_key()
+        else:
+            base_url = stack.enter_context(EmbeddedPlatform(work_dir=work_dir)).base_url
+        deployments = DeploymentManager(api_key, base_url=base_url)
+        stack.callback(deployments.close)
+        yield SamplingPlatform(deployments, api_key)
+
+
+@contextlib.contextmanager
+def serve_model(
+    platform: SamplingPlatform, name: str, *, deployment_id: str, max_concurrent: int
+) -> Iterator[ServedModel]:
+    """A deployment of this id, or of a model, which is deployed for the body of the ``with``.
+
+    Raises:
+        ConfigError: there is neither.
+        HearthError: the platform refuses, or cannot be reached.
+    """
+    deployments = platform.deployments
+    with contextlib.ExitStack() as stack:
+        found = None if "/" in name or is_embedded() else deployments.get(name)
+        if found is None:
+            resolve_model(name)
+            stack.callback(deployments.delete, deployment_id)
+            found = deployments.create_or_get(
+                DeploymentConfig(deployment_id=deployment_id, base_model=name)
+            )
+            deployments.wait_for_ready(deployment_id)
+        tokenizer = load_tokenizer(TokenizerConfig(tokenizer_model=resolve_model(found.base_model)))
+        sampler = DeploymentSampler(
+            deployments.inference_url,
+            found.name,
+            platform.api_key,
+            tokenizer,
+            concurrency_controller=FixedConcurrencyController(max_concurrent),
+        )
+        stack.callback(sampler.close)
+        yield ServedModel(
+            base_model=found.base_model,
+            tokenizer=tokenizer,
+            sampler=sampler,
+            inference_url=deployments.inference_url,
+            api_key=platform.api_key,
+        )
+
+
+def _require_key() -> None:
+    if not read_api_key():
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} must be set where {URL_VARIABLE} is, got none: any text "
+            "will do for a platform on this machine without keys"
+        )
 
 
 def load_tokenizer(settings: TokenizerConfig) -> Any:

@@ -9,7 +9,7 @@ from tests.listening import AppListener
 from tests.unit.control.conftest import ScriptedLauncher
 from tests.waiting import wait_until
 
-from hearth.cli.models import chat, deploy, find_model, name_deployment
+from hearth.cli.models import chat, deploy
 from hearth.cli.resources import Platform as Address
 from hearth.cli.resources import find_new, logs, ps, start, stop
 from hearth.control.access import Access
@@ -19,6 +19,7 @@ from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
 from hearth.errors import ConfigError, TransportError, UnreachableError
+from hearth.records.models import find_model, name_deployment
 from hearth.wire.fireworks import Deployment, TrainerJob
 from training.quickstart import MODEL
 
