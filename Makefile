@@ -56,7 +56,7 @@ test-clients: $(VENV)/.dev $(CLIENTS)/.installed  ## Call versions of the offici
 # Each library lies beside the tests' environment, in versions of its own.
 test-environments: $(VENV)/.dev $(ENVIRONMENTS)/.installed  ## Train on environments of verifiers and of OpenEnv.
 	for name in verifiers openenv; do \
-		PYTHONPATH=$(ENVIRONMENTS)/$$name $(BIN)/pytest tests/environments/test_$$name.py || exit 1; done
+		PYTHONPATH=$(CURDIR)/$(ENVIRONMENTS)/$$name $(BIN)/pytest tests/environments/test_$$name.py || exit 1; done
 
 # A failed trial names the command that repeats it. --soak and --only: tests/chaos/campaign.py.
 chaos: $(VENV)/.dev  ## Disturb runs for MINUTES, then send a CROWD and REQUESTS odd requests.

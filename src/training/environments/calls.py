@@ -32,21 +32,27 @@ class EnvironmentCalls:
     async def begin(
         self, make: Callable[[], Environment], seed: int
     ) -> tuple[Environment, list[dict[str, Any]]]:
-        """A new environment, and what the policy is told first.
+        """A new environment, and what the policy is told first; one that fails is closed.
 
         Raises:
             DroppedRolloutError: either failed or took too long, or what is told is no message.
         """
+        made: list[Environment] = []
 
-        def reset() -> tuple[Environment, Any]:
-            environment = make()
-            is_async = inspect.iscoroutinefunction(environment.reset)
-            return environment, None if is_async else environment.reset(seed)
+        def reset() -> Any:
+            made.append(make())
+            is_async = inspect.iscoroutinefunction(made[0].reset)
+            return None if is_async else made[0].reset(seed)
 
-        environment, told = await self.call(reset)
-        if inspect.iscoroutinefunction(environment.reset):
-            told = await self.call(environment.reset, seed)
-        return environment, read_observation(told, "reset")
+        try:
+            told = await self.call(reset)
+            if inspect.iscoroutinefunction(made[0].reset):
+                told = await self.call(made[0].reset, seed)
+            return made[0], read_observation(told, "reset")
+        except BaseException:
+            if made:
+                await self.close(made[0])
+            raise
 
     async def call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """What a function of the environment returns.

@@ -40,6 +40,7 @@ _NO_ANSWER = frozenset(
         ("aiohttp", "ClientConnectionError"),
         ("aiohttp", "ClientPayloadError"),
         ("httpx2", "TransportError"),
+        ("websockets", "ConnectionClosed"),
         ("requests", "ConnectionError"),
         ("requests", "Timeout"),
         ("requests", "ChunkedEncodingError"),
@@ -76,10 +77,10 @@ def is_recoverable(error: BaseException) -> bool:
     """Whether the same rollout may work when it is tried again.
 
     True after a time-out; when a connection failed (of Python's own, of httpx, of this SDK, of
-    the openai, aiohttp and requests clients); after an answer with HTTP status 408, 425, 429 or
-    5xx; when a deployment is not ready, the platform failed, or a future failed on the platform's
-    side; and when the rollout says so with ``RecoverableRolloutError``. A group is recoverable when
-    all of its members are.
+    the openai, aiohttp, websockets and requests clients); after an answer with HTTP status 408,
+    425, 429 or 5xx; when a deployment is not ready, the platform failed, or a future failed on the
+    platform's side; and when the rollout says so with ``RecoverableRolloutError``. A group is
+    recoverable when all of its members are.
 
     Everything else is fatal, because it would fail the same way each time or is unknown:
     failed assertions, wrong types and values, other statuses, cancellation, and exceptions unknown

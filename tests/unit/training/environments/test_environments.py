@@ -492,3 +492,19 @@ def test_a_game_that_cannot_be_written_is_refused(task, args, message):
 
     with pytest.raises(ConfigError, match=message):
         find_environment(f"gymnasium:{task}", args)
+
+
+def test_an_environment_whose_reset_fails_is_closed(caplog):
+    closed = []
+
+    class Closing(Sums):
+        def reset(self, seed):
+            self.seed = seed
+            return super().reset(seed) if seed == 0 else None
+
+        async def close(self):
+            closed.append(self.seed)
+
+    choose_scored_rows(config(max_rows=2, eval_rows=0, try_reward=False), Given(Closing), None)
+
+    assert closed == [0, 1]
