@@ -40,6 +40,7 @@ def episode_rollouts(make: MakeEnvironment, timeout_s: float, setup: RolloutSetu
             run = await player(environment, told)
             if run is not None:
                 truth = environment.ground_truth
+                run.run_id = ""  # a session's is another each time; the seed says more
                 run.metadata = {"seed": row["seed"]} | ({"ground_truth": truth} if truth else {})
             return run
         except DroppedRolloutError as error:
