@@ -67,6 +67,11 @@ VERBS: Mapping[str, VerbEntry] = {
         "hearth.cli.models:ChatFlags",
         "Talk with a run's trained model, another model, or a deployment.",
     ),
+    "push": VerbEntry(
+        "hearth.cli.push:push",
+        "hearth.cli.push:PushFlags",
+        "Push a run's trained model to the Hugging Face hub, as a private repository.",
+    ),
     "ps": VerbEntry(
         "hearth.cli.resources:ps",
         "hearth.cli.resources:PsFlags",

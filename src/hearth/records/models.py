@@ -28,6 +28,30 @@ def find_model(name: str) -> str:
     return str(max(models, key=lambda model: model.stat().st_mtime).resolve())
 
 
+def find_model_folder(name: str) -> Path:
+    """The folder of a model or of an adapter, or a run's newest one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(name).expanduser()
+    if _has_weights(folder):
+        return folder.resolve()
+    models = [model for model in folder.glob("models/*") if _has_weights(model)]
+    if not models:
+        raise ConfigError(
+            f"model must be a folder with a model or an adapter, or a run that has made one, got "
+            f"{name!r}: runs write theirs at their end"
+        )
+    return max(models, key=lambda model: model.stat().st_mtime).resolve()
+
+
+def _has_weights(folder: Path) -> bool:
+    names = ("config.json", "adapter_config.json")
+    is_described = any((folder / name).is_file() for name in names)
+    return is_described and any(folder.glob("*.safetensors*"))
+
+
 def name_deployment(model: str) -> str:
     """An id for the deployment of a model: the last part of its name, in the letters of ids.
 

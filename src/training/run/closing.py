@@ -19,6 +19,7 @@ from training.config.recipe import RecipeConfig
 from training.config.rl import RLConfig
 from training.run.continuation import find_changed
 from training.run.metrics import read_records
+from training.run.model_license import find_license
 from training.run.state import Run
 
 EDGE = 0.1
@@ -138,6 +139,7 @@ def model_card(config: RecipeConfig, run: Run) -> str:
         [
             "---",
             *([f"base_model: {base}"] if base == config.base_model else []),
+            f"license: {find_license(config.base_model)}",
             f"library_name: {'peft' if is_adapter else 'transformers'}",
             "pipeline_tag: text-generation",
             f"tags: [{', '.join([*config.card_tags, 'hearth'])}]",
@@ -146,7 +148,7 @@ def model_card(config: RecipeConfig, run: Run) -> str:
             f"# {config.output_model_id or run.log_path.name}",
             "",
             f"{'A LoRA adapter for' if is_adapter else 'Trained from'} `{base}` with the recipe "
-            f"`{name_recipe(config)}` of Hearth {hearth.__version__}.",
+            f"`{name_recipe(config)}` of Hearth {hearth.__version__}. The license is the base's.",
             "",
             *_table(("", ""), facts),
             "",
