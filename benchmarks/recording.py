@@ -44,7 +44,7 @@ CURVES = (
     "rollout/truncated_ratio,signal/useful_row_ratio,perf/rollout_samples_per_s"
 )
 """What the page of a run draws first."""
-PAUSE_S = 5.0
+PAUSE_S = 10.0
 """The page asks again at most this often (``viewer/src/live.ts``)."""
 LOGPROBS = ("behavior_logprobs", "policy_logprobs", "old_logprobs", "ref_logprobs")
 

@@ -28,6 +28,9 @@ from selenium.webdriver.chrome.service import Service
 
 REPEATS = 5
 PATIENCE_S = 60
+STEP_S = 0.4
+FOLLOW_S = 24.0
+FOLLOWED_STEPS = 200
 SERVE = "import sys; from hearth.viewer.verb import view; sys.exit(view(sys.argv[1:]))"
 
 WAIT_FRAME = """
@@ -170,6 +173,34 @@ def measure_live(page: Chromium, folder: Path) -> float:
     return median(grow)
 
 
+def measure_following(page: Chromium, server: psutil.Process, folder: Path) -> dict[str, float]:
+    """Milliseconds that server and browser compute a second, while a run with all curves grows."""
+    lines = (folder / "followed" / "metrics.jsonl").read_text().splitlines()
+    step = {**json.loads(lines[-1]), "type": "train"}
+    page.load("/run/followed/curves", "document.querySelectorAll('.uplot canvas').length === 12")
+    browser = psutil.Process(page.driver.service.process.pid)
+    found: dict[str, float] = {}
+    for seconds in (STEP_S, 10 * STEP_S):
+        time.sleep(3.0)  # What the last change left to draw.
+        processes = {"server": [server], "browser": browser.children(recursive=True)}
+        before = {name: _computed_s(tree) for name, tree in processes.items()}
+        began = time.perf_counter()
+        while time.perf_counter() - began < FOLLOW_S:
+            step["step"] += 1
+            with (folder / "followed" / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(step) + "\n")
+            time.sleep(seconds)
+        passed = time.perf_counter() - began
+        for name, tree in processes.items():
+            label = f"a step each {seconds} s: {name}, ms of each second"
+            found[label] = round(1000 * (_computed_s(tree) - before[name]) / passed, 1)
+    return found
+
+
+def _computed_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def main() -> None:
     """Print what is measured as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -181,6 +212,10 @@ def main() -> None:
         growing = Path(folder) / "growing"
         growing.mkdir()
         (growing / "metrics.jsonl").write_text('{"type":"train","step":1,"rollout/reward":0.5}\n')
+        followed = Path(folder) / "followed"
+        followed.mkdir()
+        metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (followed / "metrics.jsonl").write_text("".join(metrics[:FOLLOWED_STEPS]))
         command: list[Any] = [sys.executable, "-c", SERVE, run, folder, "--no-browser"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
@@ -193,6 +228,7 @@ def main() -> None:
             try:
                 found = measure_views(page, run.name, arguments.long_sample)
                 found["a new step, from file to page"] = measure_live(page, Path(folder))
+                found |= measure_following(page, psutil.Process(server.pid), Path(folder))
                 server_mb = psutil.Process(server.pid).memory_full_info().uss / 1e6
                 found["server, MB"] = round(server_mb, 1)
             finally:

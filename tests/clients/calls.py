@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ def report(
         if method not in methods:
             continue
         outcome, says = FAILED, "nobody calls it"
+        began_s = time.perf_counter()
         if method in calls:
             try:
                 outcome, says = ANSWERED, type(get(calls[method]())).__name__
@@ -53,7 +55,8 @@ def report(
                 says = f"{type(error).__name__}: {error}"
         is_expected = outcome == (REFUSED if method in refuses else ANSWERED)
         is_right &= is_expected
-        line = {"method": method, "outcome": outcome, "says": says[:300]}
+        seconds = round(time.perf_counter() - began_s, 2)
+        line = {"method": method, "outcome": outcome, "says": says[:300], "seconds": seconds}
         sys.stdout.write(json.dumps(line | {"is_expected": is_expected}) + "\n")
         sys.stdout.flush()
     return 0 if is_right else 1

@@ -137,8 +137,8 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=Path("runs/clients"))
     parser.add_argument("--only", default="", help="the clients whose name has this in it")
     options = parser.parse_args()
-    print("| client | methods | answered | refused with a reason | wrong |")
-    print("|---|---:|---:|---:|---:|")
+    print("| client | methods | answered | refused with a reason | wrong | slowest, s |")
+    print("|---|---:|---:|---:|---:|---|")
     are_right = True
     with tempfile.TemporaryDirectory() as folder:
         catalog = Path(folder) / "catalog.toml"
@@ -158,7 +158,10 @@ def _describe(name: str, lines: Sequence[dict[str, Any]]) -> str:
     """A row of the table, and below it what is not as it should be."""
     outcomes = [line["outcome"] for line in lines]
     answered, refused = outcomes.count(ANSWERED), outcomes.count(REFUSED)
-    row = f"| {name} | {len(lines)} | {answered} | {refused} | {len(lines) - answered - refused} |"
+    timed = sorted((line for line in lines if "seconds" in line), key=lambda line: -line["seconds"])
+    times = ", ".join(f"{line['method']} {line['seconds']}" for line in timed[:2])
+    wrong_count = len(lines) - answered - refused
+    row = f"| {name} | {len(lines)} | {answered} | {refused} | {wrong_count} | {times} |"
     wrong = [f"  {line}" for line in lines if not line["is_expected"]]
     return "\n".join([row, *wrong])
 

@@ -4,7 +4,7 @@ import { useEffect, useState } from "preact/hooks";
 // What is shown is asked for again at most this often, and not while nobody sees the page.
 const PAUSE_MS = 600;
 /** The numbers and curves of a run: asking and drawing takes the processor from a run on the same machine. */
-export const RUN_PAUSE_MS = 5000;
+export const RUN_PAUSE_MS = 10000;
 
 const listeners = new Set<Listener>();
 const steps = new Map<string, number>();
