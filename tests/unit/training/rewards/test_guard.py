@@ -235,6 +235,23 @@ async def test_a_call_that_ends_after_all_makes_room_again():
     assert await safe("", {}) == 1.0
 
 
+async def test_a_thread_takes_one_call_after_the_other():
+    threads = TimedCalls(limit=4, max_stuck=8)
+
+    used = {await threads.call(threading.get_ident, timeout_s=5.0) for _ in range(20)}
+
+    assert len(used) == 1
+
+
+async def test_as_many_calls_run_at_once_as_may_and_their_threads_stay():
+    threads = TimedCalls(limit=3, max_stuck=8)
+    together = threading.Barrier(3)
+
+    for _ in range(2):
+        calls = [threads.call(lambda: together.wait(10), timeout_s=10.0) for _ in range(3)]
+        assert sorted(await asyncio.gather(*calls)) == [0, 1, 2]
+
+
 async def test_a_canceled_call_that_has_no_thread_yet_is_never_made():
     calls = []
     release = threading.Event()
