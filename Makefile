@@ -7,6 +7,7 @@ LOG_PATH ?= runs/quickstart
 TRL := .venv-trl
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
+HARNESSES := .venv-harnesses
 ENVIRONMENTS := .venv-environments
 # The folder with the other systems' scripts.
 BENCH ?= ../shared/bench
@@ -49,9 +50,10 @@ test-vllm: $(VENV)/.dev $(VLLM)/.installed  ## Run the tests that need vLLM, on 
 	$(WITH_VLLM) $(PYTEST) tests/vllm
 
 # VERSIONS="tinker 0.38" and RECIPES="math_rl" run those whose name has that text.
-test-clients: $(VENV)/.dev $(CLIENTS)/.installed  ## Call versions of the official clients, and run tinker-cookbook's recipes.
+test-clients: $(VENV)/.dev $(CLIENTS)/.installed $(HARNESSES)/.installed  ## Call versions of the official clients, and run tinker-cookbook's recipes.
 	$(BIN)/python -m tests.clients.versions --only "$(VERSIONS)"
 	$(BIN)/python -m tests.clients.cookbook --python $(CLIENTS)/bin/python --only "$(RECIPES)"
+	HEARTH_HARNESSES=$(CURDIR)/$(HARNESSES)/bin $(BIN)/pytest tests/clients/test_harnesses.py
 
 # Each library lies beside the tests' environment, in versions of its own.
 test-environments: $(VENV)/.dev $(ENVIRONMENTS)/.installed  ## Train on environments of verifiers and of OpenEnv.
@@ -117,8 +119,15 @@ $(ENVIRONMENTS)/.installed: tests/environments/verifiers.txt tests/environments/
 		$(PIP) install --no-deps --target $(ENVIRONMENTS)/$$name -r tests/environments/$$name.txt || exit 1; done
 	touch $@
 
+# What they want of libraries differs from ours.
+$(HARNESSES)/.installed: tests/clients/harnesses.txt constraints.txt
+	$(PYTHON) -m venv $(HARNESSES)
+	$(HARNESSES)/bin/pip --disable-pip-version-check --quiet install -c constraints.txt torch
+	$(HARNESSES)/bin/pip --disable-pip-version-check --quiet install -r tests/clients/harnesses.txt
+	touch $@
+
 clean:  ## Remove what the other targets made, runs excepted.
-	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) $(ENVIRONMENTS) viewer/node_modules mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) $(HARNESSES) $(ENVIRONMENTS) viewer/node_modules mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: with it in place nothing pulls another build of it.
 $(VENV)/.runtime: pyproject.toml constraints.txt
