@@ -215,7 +215,7 @@ def _print_comparison(
     for label, place in (("first", 0), ("last", -1)):
         values = [told[place] if told else None for _, told in results]
         table.add_row(f"{kind}, {label}", *(_short(value, width) for value in values))
-    table.add_row("reward or loss", *(spark(row["spark"], min(width, _SPARK)) for row in rows))
+    table.add_row("reward curve", *(spark(row["spark"], min(width, _SPARK)) for row in rows))
     console.print(table)
     _print_settings(found["config"], width, console)
     console.print()

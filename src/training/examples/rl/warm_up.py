@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import torch
+from training.data.rows import Row
+from training.recipes.sft_loop import Config, main
+
+BATCH = 32
 
 
 def warm_up(
-    model: Any, steps: Iterable[int], count: int, loss_of: Callable[[int], torch.Tensor]
+    folder: Path,
+    write_start: Callable[[Path], None],
+    rows: Sequence[Row],
+    *,
+    learning_rate: float,
+    max_seq_len: int,
 ) -> None:
-    """Take one optimizer step for each of the ``count`` ``steps``, on the loss of that step.
+    """Make a model's folder: what ``write_start`` writes, trained on the rows in their order.
 
-    Muon trains the matrices, AdamW the embeddings and the norms. Rates rise over the first
-    twentieth of the steps and then fall to 0.
+    It appears whole or not at all. The run is beside it, as ``FOLDER.warm_up``, where a start after
+    a kill goes on. Without rows nothing is trained. The same machine makes the same weights.
     """
-    named = list(model.named_parameters())
-    matrices = [
-        parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name
-    ]
-    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
-    ]
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    for step in steps:
-        warmth = min(1.0, (step + 1) / (0.05 * count + 1)) * (1 - step / count)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * warmth
-            optimizer.zero_grad()
-        loss_of(step).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+    run = folder.with_name(f"{folder.name}.warm_up")
+    start, made = run / "start", run / "start"
+    if not start.exists():
+        _write_whole(start, write_start)
+    if rows:
+        config = Config(
+            log_path=str(run),
+            base_model=str(start),
+            batch_size=BATCH,
+            shuffle=False,
+            learning_rate=learning_rate,
+            lr_schedule="linear",
+            warmup_steps=0.05,
+            beta2=0.98,
+            weight_decay=0.0,
+            max_seq_len=max_seq_len,
+        )
+        made = main(config, rows).model_path
+        assert made is not None, "steps were taken"
+    _write_whole(folder, lambda unfinished: shutil.copytree(made, unfinished))
+
+
+def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write(unfinished)
+    unfinished.rename(folder)

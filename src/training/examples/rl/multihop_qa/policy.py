@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +36,6 @@ from training.examples.rl.multihop_qa.corpus import (
 from training.examples.rl.multihop_qa.reward import ANSWER, SEARCH
 from training.examples.rl.multihop_qa.rollout import SEARCHES
 from training.examples.rl.multihop_qa.search import SearchIndex
-from training.examples.rl.warm_up import warm_up
 
 PAD, END, TOOL, USER, ASSISTANT = "<pad>", "<end>", "<tool>", "<user>", "<assistant>"
 CHAT_TEMPLATE = (
@@ -145,6 +145,35 @@ def train_on_demonstrations(
         return turn_loss(model, tokenizer, [pupil.demonstration(rng) for _ in range(BATCH)])
 
     warm_up(model, track(range(steps), "making the model", console=console), steps, loss_of)
+
+
+def warm_up(
+    model: Any, steps: Iterable[int], count: int, loss_of: Callable[[int], torch.Tensor]
+) -> None:
+    """Take one optimizer step for each of the ``count`` ``steps``, on the loss of that step.
+
+    Muon trains the matrices, AdamW the embeddings and the norms. Rates rise over the first
+    twentieth of the steps and then fall to 0.
+    """
+    named = list(model.named_parameters())
+    matrices = [
+        parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name
+    ]
+    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
+    ]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    for step in steps:
+        warmth = min(1.0, (step + 1) / (0.05 * count + 1)) * (1 - step / count)
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * warmth
+            optimizer.zero_grad()
+        loss_of(step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import logging
 import random
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from tokenizers import AddedToken
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from training.data.rows import Row
 from training.examples.rl.tool_use.calculator import SCHEMA
-from training.examples.rl.tool_use.lessons import Message, careless_lesson, good_lesson
+from training.examples.rl.tool_use.lessons import careless_lesson, good_lesson
 from training.examples.rl.tool_use.problems import split_problems
-from training.examples.rl.warm_up import warm_up
+from training.examples.rl.warm_up import BATCH, warm_up
 from training.quickstart import MODEL
 
 logger = logging.getLogger(__name__)
 
-BATCH = 32
+RATE = 3e-3
 GOOD_SHARE = 0.75
 """Share of the warm-up's batches that are good conversations; they come first."""
 
@@ -81,21 +76,13 @@ CHAT_TEMPLATE = """\
 
 
 def make_policy(folder: Path, steps: int) -> None:
-    """Make the model folder of the policy after ``steps`` batches; it appears whole or not at all.
-
-    The same machine makes the same weights.
-    """
+    """Make the model folder of the policy after ``steps`` batches of lessons."""
     logger.info("the policy is warmed up for %d batches; it is kept in %s", steps, folder)
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    # Minutes on two busy cores, so it shows how far it is.
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    write_policy(unfinished, steps, console)
-    unfinished.rename(folder)
+    warm_up(folder, write_start, lesson_rows(steps), learning_rate=RATE, max_seq_len=512)
 
 
-def write_policy(folder: Path, steps: int, console: Console) -> None:
-    """Warm the shipped model up and write it with its tokenizer."""
+def write_start(folder: Path) -> None:
+    """Write the shipped model with tokens for calls, which it does not know yet."""
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOKENS])
@@ -104,33 +91,17 @@ def write_policy(folder: Path, steps: int, console: Console) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    train_on_lessons(model, tokenizer, steps, console)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def train_on_lessons(model: Any, tokenizer: Any, steps: int, console: Console) -> None:
-    """Train on batches of good conversations and then of careless ones."""
+def lesson_rows(steps: int) -> list[Row]:
+    """Conversations for so many batches: good ones, and then careless ones."""
     rng = random.Random(0)
     problems = split_problems()[1]
-
-    def loss_of(step: int) -> torch.Tensor:
-        lesson = good_lesson if step < GOOD_SHARE * steps else careless_lesson
-        lessons = [lesson(problem, rng) for problem in rng.choices(problems, k=BATCH)]
-        return lesson_loss(model, tokenizer, lessons)
-
-    warm_up(model, track(range(steps), "making the policy", console=console), steps, loss_of)
-
-
-def lesson_loss(model: Any, tokenizer: Any, lessons: Sequence[list[Message]]) -> torch.Tensor:
-    """Mean cross-entropy of the tokens that the assistant says."""
-    rendered = tokenizer.apply_chat_template(
-        list(lessons), tools=[SCHEMA], return_dict=True, return_assistant_tokens_mask=True
-    )
-    rows = [torch.tensor(row) for row in rendered["input_ids"]]
-    said = [torch.tensor(row, dtype=torch.bool) for row in rendered["assistant_masks"]]
-    # Padding stands on the right, where causal attention keeps it from what counts.
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    counted = torch.nn.utils.rnn.pad_sequence(said, batch_first=True)[:, 1:]
-    hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state[counted]
-    return functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][counted])
+    return [
+        {"messages": lesson(problem, rng), "tools": [SCHEMA]}
+        for step in range(steps)
+        for lesson in [good_lesson if step < GOOD_SHARE * steps else careless_lesson]
+        for problem in rng.choices(problems, k=BATCH)
+    ]

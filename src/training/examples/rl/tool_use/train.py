@@ -27,7 +27,7 @@ DESCRIPTION = "Train an agent with a calculator, which only knows OpenAI's clien
 class ToolUseConfig(Config):
     """Settings of ``async_rl_loop``, and the warm-up's."""
 
-    warm_up_steps: int = 100
+    warm_up_steps: int = 200
     """Supervised batches that make the policy from the shipped model, where base_model is empty."""
 
 
