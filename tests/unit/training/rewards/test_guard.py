@@ -200,6 +200,7 @@ async def test_calls_that_wait_behind_hung_ones_are_refused_and_start_no_thread(
     release = threading.Event()
 
     def reward(completion: str, row: object) -> float:
+        time.sleep(0.01)
         return float(completion != "hang" or release.wait(30))
 
     safe = guarded(reward, timeout_s=SHORT_S, on_error="drop", max_stuck=2, max_concurrent=2)
