@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hearth.errors import ConfigError
 from training.rewards.answers import check_truths
+from training.rewards.code import check_tests
 from training.rewards.errors import WrongRewardError
 from training.rewards.guard import GuardedReward
 from training.rewards.score import ScoringReward, as_score
@@ -30,19 +31,20 @@ def check_reward(
     rows: Sequence[Mapping[str, Any]],
     eval_rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Look for the default reward's truths; try the function on a text made up for the first row.
+    """Look for what our rewards need of rows; try the function on a text for the first of them.
 
     It is tried where the call seems to leave nothing behind: a plain function that captures no
     variables, or a ``ScoringReward`` without attributes, on this machine. Async functions may keep
     the event loop of their first call, and objects are often clients of a service.
 
     Raises:
-        ConfigError: a row has no truth; or the function failed or returned no number, and failures
-            are not dropped. Where they are, it is a warning.
+        ConfigError: a row has no truth, or no tests; or the function failed or returned no number,
+            and failures are not dropped. Where they are, it is a warning.
     """
     guard = reward_fn if isinstance(reward_fn, GuardedReward) else None
     function = reward_fn if guard is None else guard.function
     check_truths(function, [*rows, *eval_rows])
+    check_tests(function, [*rows, *eval_rows])
     is_remote = guard is not None and guard.runs_on_cluster
     if is_remote or not (rows and config.try_reward and _keeps_nothing(function)):
         return

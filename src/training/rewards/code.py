@@ -42,7 +42,7 @@ class CodeReward(ScoringReward):
 
     def score(self, completion: str, row: Mapping[str, Any]) -> Score:
         """The reward, whether there is a block, and the share of tests up to the first failure."""
-        tests = _read_tests(row)
+        tests = _read_tests(row, "row")
         program = find_code(completion)
         if program is None:
             return Score(0.0, parsed=False)
@@ -76,7 +76,20 @@ def find_code(completion: str) -> str | None:
     return found[-1] if found else None
 
 
-def _read_tests(row: Mapping[str, Any]) -> Sequence[str | Mapping[str, str]]:
+def check_tests(reward_fn: object, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Look for what ``code_reward`` needs: tests in each row, and a sandbox.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(reward_fn, CodeReward):
+        return
+    for place, row in enumerate(rows):
+        _read_tests(row, f"rows[{place}]")
+    run_code("", isolation=reward_fn.isolation)
+
+
+def _read_tests(row: Mapping[str, Any], where: str) -> Sequence[str | Mapping[str, str]]:
     tests = row.get("tests")
     if isinstance(tests, str):
         try:
@@ -86,8 +99,8 @@ def _read_tests(row: Mapping[str, Any]) -> Sequence[str | Mapping[str, str]]:
     if isinstance(tests, Sequence) and tests and all(map(_is_test, tests)):
         return tests
     raise ConfigError(
-        "row.tests must be a list of texts of Python or of {'input': ..., 'output': ...}, or JSON "
-        f"of one, got {str(row.get('tests'))[:80]!r}"
+        f"{where}.tests must be a list of texts of Python or of {{'input': ..., 'output': ...}}, "
+        f"or JSON of one, got {str(row.get('tests'))[:80]!r}"
     )
 
 

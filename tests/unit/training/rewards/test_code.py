@@ -6,7 +6,16 @@ import pickle
 import pytest
 
 from hearth.errors import ConfigError
-from training.rewards import CodeReward, RewardEnsemble, code_reward, find_code, tags_reward
+from training.recipes.rl_loop import Config
+from training.rewards import (
+    CodeReward,
+    RewardEnsemble,
+    check_reward,
+    choose_reward,
+    code_reward,
+    find_code,
+    tags_reward,
+)
 from training.sandbox import Limits, SandboxError, find_isolation
 
 try:
@@ -100,6 +109,15 @@ ODD_ROWS = [{}, {"tests": []}, {"tests": "no JSON"}, {"tests": [{"input": "1"}]}
 def test_a_row_without_tests_is_refused_and_not_scored(row):
     with pytest.raises(ConfigError, match=r"row\.tests must be a list"):
         code_reward(ADD, row)
+
+
+def test_a_run_is_refused_before_it_starts_where_rows_have_no_tests():
+    config = Config(reward="training.rewards:code_reward", kl_beta=0.0)
+    reward = choose_reward(config, None)
+
+    with pytest.raises(ConfigError, match=r"rows\[1\]\.tests must be a list"):
+        check_reward(config, reward, [ASSERTIONS], [{"ground_truth": "1"}])
+    check_reward(config, reward, [ASSERTIONS], [PAIRS])
 
 
 def test_it_can_be_combined_and_sent_to_another_process():
