@@ -117,3 +117,6 @@ def test_two_stages_are_one_program_that_goes_on(tmp_path, capsys):
     assert again.steps == 2
     assert capsys.readouterr().out.count("this run is finished") == 2
     assert rewarded.model_path is not None
+    first, second = (step["train/lr"] for step in read_steps(tmp_path / "rl"))
+    assert first == 3e-4
+    assert 0 < second <= 1.5e-4  # half of the rows stand before its first one

@@ -22,7 +22,6 @@ from training.config.parts import (
     merge_infra,
 )
 
-Schedule = Literal["constant", "linear", "cosine"]
 TokenizerT = TypeVar("TokenizerT", bound=TokenizerConfig)
 
 
@@ -53,7 +52,7 @@ class RecipeConfig:
     """Longest sequence, prompt and answer together, in tokens."""
     learning_rate: float = 1e-5
     """AdamW's learning rate, before schedule and warm-up."""
-    lr_schedule: Schedule = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls with the share of the rows that is done: not at all, linear or cosine to
     0. A step counts by the place of its first row, so that no timing changes its rate."""
     warmup_steps: float = 0.0
