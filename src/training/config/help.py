@@ -34,13 +34,11 @@ FIRST = (
     "kl_beta",
     "learning_rate",
     "lr_schedule",
-    "warmup_steps",
     "lora_rank",
     "max_head_offpolicy_versions",
     "ig_weight",
     "max_concurrent",
     "placement",
-    "output_model_id",
     "report_to",
     "seed",
 )
