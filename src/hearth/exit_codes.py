@@ -29,16 +29,16 @@ class ExitCode(IntEnum):
 def exit_code(run: Callable[[], object], *, interrupted: str = "") -> ExitCode:
     """The exit code after ``run()``; errors are one line on stderr.
 
-    ``interrupted`` is the line for Ctrl-C, if any.
+    ``interrupted`` begins the line for Ctrl-C, if any; the interruption's notes end it.
     """
     try:
         run()
     except HearthError as error:
         print_error(error)
         return ExitCode.REFUSED if error.category == "user" else ExitCode.FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         if interrupted:
-            print_error(interrupted)
+            print_error(": ".join([interrupted, *getattr(interruption, "__notes__", ())]))
         return ExitCode.INTERRUPTED
     return ExitCode.DONE
 

@@ -186,4 +186,6 @@ def test_a_signal_ends_the_run_cleanly_and_keeps_what_was_trained(tmp_path, numb
 
     assert process.returncode == code
     assert "Traceback" not in stderr
+    told = "interrupted: finished steps and metrics are in run"
+    assert (told in stderr) == (number == signal.SIGINT)
     assert all(orjson.loads(line)["step"] for line in metrics.read_bytes().splitlines())

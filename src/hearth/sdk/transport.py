@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 import weakref
@@ -41,6 +42,7 @@ _UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout)
 """Nothing of the request was sent."""
 _FIRST_WARNING_S = 5.0
 _NEXT_WARNING_S = 60.0
+_TOLD_DELAY_S = 1.0
 _LONGEST_AWAY_PAUSE_S = 2.0
 TRANSIENT_STATUSES = frozenset({408, 429, 502, 503, 504})
 _ERROR_OF_STATUS: dict[int, type[HearthError]] = {
@@ -127,6 +129,7 @@ class Http:
         self._mentioned_absence = False
         self._away_since_s: float | None = None
         self._warned_s = 0.0
+        self._told_refusal_s = -math.inf
         self._waited_s = 0.0
 
     @property
@@ -171,13 +174,34 @@ class Http:
             if last is not None and last.status_code not in policy.statuses:
                 return raise_for_status(last)
             if attempt + 1 < policy.attempts:
-                await asyncio.sleep(policy.delay_s(attempt, last))
+                delay_s = policy.delay_s(attempt, last)
+                if last is not None and delay_s >= _TOLD_DELAY_S:
+                    self._mention_refusal(request, last, delay_s)
+                await asyncio.sleep(delay_s)
         if last is not None:
             return raise_for_status(last)
         raise UnreachableError(
             f"{request.method} {self.base_url}{request.path} failed {policy.attempts} times, last "
             f"with {failure}: is the platform running there?"
         )
+
+    def _mention_refusal(self, request: HttpRequest, refusal: HttpResponse, delay_s: float) -> None:
+        """Say why a request waits, once in a while for all of them."""
+        now = time.monotonic()
+        if now - self._told_refusal_s < _NEXT_WARNING_S:
+            return
+        self._told_refusal_s = now
+        try:
+            raise_for_status(refusal)
+        except HearthError as error:
+            logger.warning(
+                "%s %s%s is tried again in %.0f s: %s",
+                request.method,
+                self.base_url,
+                request.path,
+                delay_s,
+                error,
+            )
 
     def _mention_absence(self, error: httpx.TransportError, policy: RetryPolicy) -> None:
         """Say at once, and once, that a platform which has never answered is waited for."""

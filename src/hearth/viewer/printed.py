@@ -26,6 +26,7 @@ Explain = Callable[[Mapping[str, float], Sequence[Mapping[str, float]]], Sequenc
 """What is wrong with a step's metrics, given those before it: kinds, each with a line."""
 
 SHOWN_SAMPLES = 3
+_READ_SAMPLES = 200
 _PLOT_LINES = 8
 _SPARK = 40
 _LEAST_CHANGE = 0.01
@@ -178,17 +179,20 @@ def _explain_steps(train: Columns, explain: Explain) -> Iterator[str]:
 def _print_samples(
     run: RecordedRun, database: Database, title: str, is_descending: str, console: Console
 ) -> None:
-    """Print the last steps' samples of the highest or of the lowest reward."""
+    """Print the last steps' samples of the highest or of the lowest reward, each of its own row."""
     from hearth.viewer.samples import Samples
     from hearth.viewer.terminal.drawing import cell
 
     query = {"kind": "train", "sort": "reward", "descending": is_descending}
-    query |= {"limit": str(SHOWN_SAMPLES), "step_min": str(3 * (run.metrics.step or 0) // 4)}
-    rows = [row for row in Samples(database, run).page(query)["rows"] if row["reward"] is not None]
-    if not rows:
+    query |= {"limit": str(_READ_SAMPLES), "step_min": str(3 * (run.metrics.step or 0) // 4)}
+    found = [row for row in Samples(database, run).page(query)["rows"] if row["reward"] is not None]
+    if not found:
         return
+    of_rows: dict[int, dict[str, Any]] = {}
+    for row in found:
+        of_rows.setdefault(row["index"], row)
     console.print(f"\n{title} samples of the last steps")
-    for row in rows:
+    for row in list(of_rows.values())[:SHOWN_SAMPLES]:
         console.print(f"  {row['id']}  reward {row['reward']:.4g}  {row['finish_reason'] or ''}")
         for label, text in (("asked", row["prompt_end"][-200:]), ("answer", row["text"])):
             line = Text(f"    {label:<7}") + cell(text, width=max(20, console.width - 12))

@@ -26,7 +26,6 @@ FIRST = (
     "completions_per_prompt",
     "prompt_groups_per_step",
     "max_completion_tokens",
-    "temperature",
     "policy_loss",
     "distill_loss",
     "teacher_top_k",

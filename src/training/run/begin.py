@@ -153,7 +153,11 @@ def _begin(
                 timeline=timeline,
             )
             run.begin(config, infra, resumed)
-            yield infra, run
+            try:
+                yield infra, run
+            except KeyboardInterrupt as interruption:
+                interruption.add_note(f"finished steps and metrics are in {log_path}")
+                raise
         for line in closing_lines(run):
             display.note(line)
 

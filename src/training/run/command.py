@@ -121,9 +121,7 @@ def run_to_exit_code(run: Callable[[], object]) -> int:
                 "the lines above say why"
             )
 
-    return exit_code(
-        run_checked, interrupted="interrupted: finished steps and metrics are in log_path"
-    )
+    return exit_code(run_checked, interrupted="interrupted")
 
 
 def recipe(main: Callable[P, R]) -> Callable[P, R]:

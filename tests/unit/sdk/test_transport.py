@@ -52,6 +52,17 @@ def test_retries_end_and_the_last_answer_is_the_error():
     assert len(peer.seen) == 4
 
 
+def test_a_request_that_is_refused_for_now_says_why_it_waits(caplog):
+    peer = Scripted(429, 200, body=b'{"error": {"message": "workers_per_key are in use"}}')
+    patient = RetryPolicy(attempts=2, base_s=2.0, longest_s=2.0)
+
+    start(Http(peer.url, "key", retries=patient).post("/x", b"{}")).result()
+
+    (warning,) = caplog.messages
+    assert f"POST {peer.url}/x is tried again in" in warning
+    assert "workers_per_key are in use" in warning
+
+
 @pytest.mark.parametrize(("status", "kind"), [(400, RequestError), (404, NotFoundError)])
 def test_a_final_status_is_its_own_error_at_once(status, kind):
     peer = Scripted(status, body=b'{"error": {"message": "prompt must not be empty"}}')
