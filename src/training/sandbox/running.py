@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from training.sandbox.isolation import (
     ENVIRONMENT,
@@ -141,18 +141,7 @@ def _run(program: str, stdin: str, limits: Limits, isolation: Isolation) -> Code
         given.write(text + stdin.encode(errors="replace"))
         given.seek(0)
         folder = _make_folder(stack, start.uid) if isolation == "rlimits" else "/"
-        process = stack.enter_context(
-            subprocess.Popen(
-                build_command(start),
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,
-                env=ENVIRONMENT,
-                pass_fds=(start.report, start.calls),
-                start_new_session=True,
-            )
-        )
+        process = stack.enter_context(_start(start, given, folder))
         reader = _Reader(process, limits.output_kb << 10)
         try:
             ended = _wait(process, reader, limits)
@@ -170,6 +159,27 @@ def _run(program: str, stdin: str, limits: Limits, isolation: Isolation) -> Code
         ended = "timeout"
     exit_code = code if ended == "exited" else None
     return CodeResult(ended, exit_code, stdout, stderr, time.monotonic() - began, isolation)
+
+
+def _start(start: Start, given: BinaryIO, folder: str) -> subprocess.Popen[bytes]:
+    """Start the program.
+
+    Raises:
+        SandboxError: the machine cannot run what starts it.
+    """
+    try:
+        return subprocess.Popen(
+            build_command(start),
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=ENVIRONMENT,
+            pass_fds=(start.report, start.calls),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SandboxError(f"the sandbox must start, got {error} by {start.isolation}") from None
 
 
 def _prepare(

@@ -504,8 +504,8 @@ OTHER = "/usr/bin/python3"
 """An interpreter that other users may run."""
 
 
-def run_as_other(*wrapper):
-    command = [*wrapper, OTHER, "-c", PROBES, json.dumps(HOSTILE)]
+def run_as_other(*wrapper, programs=HOSTILE):
+    command = [*wrapper, OTHER, "-c", PROBES, json.dumps(programs)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -566,6 +566,21 @@ def test_where_nothing_isolates_the_network_a_program_is_refused_unless_it_is_to
     assert "a sandbox must keep programs off files and network, got" in seen["None"][0][1]
     assert "isolation='rlimits'" in seen["None"][0][1]
     assert seen["rlimits"][2][0] == "exited"
+
+
+@as_root
+def test_with_limits_alone_a_program_of_root_is_another_user_and_leaves_nothing():
+    name = f"left-{os.getpid()}"
+    leaving = (
+        "import os\nprint(os.getuid() >= 65534, flush=True)\n"
+        f"if os.fork() == 0:\n    os.setsid()\n    os.execv('/bin/sleep', ['{name}', '60'])"
+    )
+    signals = f"import os\ntry: os.kill({os.getpid()}, 9)\nexcept PermissionError: print('no')"
+
+    seen = run_as_other(programs=[leaving, signals, HOSTILE[0]])["rlimits"]
+
+    assert seen == [["exited", "True\n"], ["exited", "no\n"], ["exited", "bounded\n"]]
+    assert wait_until(lambda: not find_processes(name))
 
 
 REFUSED = {
