@@ -136,7 +136,11 @@ def test_an_environment_of_the_current_folder_is_found_by_its_name(tmp_path, mon
         ("json:Nothing", {}, r"environment must name a function, got 'json:Nothing'"),
         ("json:loads", {"s": "1"}, r"must make a training\.environments\.Environment.*makes a int"),
         ("json:loads", {}, r"must be made with environment_args=\{\}, .*raised TypeError"),
-        (Sums, {"biggest": 3}, r"environment_args=\{'biggest': 3\}, got .*Sums', which raised Type"),
+        (
+            Sums,
+            {"biggest": 3},
+            r"environment_args=\{'biggest': 3\}, got .*Sums', which raised Type",
+        ),
         (type("Never", (Guesses,), {"max_turns": 0}), {}, r"max_turns of .* must be >= 1, got 0"),
         (type("Now", (Sums,), {"timeout_s": 0.0}), {}, r"timeout_s of .* must be > 0, got 0\.0"),
     ],
