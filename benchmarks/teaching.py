@@ -249,7 +249,7 @@ def ask(model: Path, task: Task) -> float:
         command += ["--environment-args", json.dumps({**task.arguments, **_SHORT})]
         command += ["--max-rows", str(HELD_OUT_ROWS), "--max-completion-tokens", "24"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout)["models"][0]["reward"])
+    return float(json.loads(done.stdout)["models"][0]["reward"]["mean"])
 
 
 def list_rewards(records: Records) -> list[float]:

@@ -24,11 +24,11 @@ import transformers
 
 from hearth.local import EmbeddedPlatform
 from hearth.sdk import DeploymentManager, DeploymentSampler, TrainerJobManager, WeightSyncer
+from training.data.rows import load_rows
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.rewards import answer_reward
 from training.utils import DeployConfig, ResourceCleanup
 from training.utils.rl import Infra, build_grpo_datums, group_advantages, setup_infra
-from training.data.rows import load_rows
 
 BASE_MODEL, STEPS, ROWS_PER_STEP, GROUP, KL_BETA = str(MODEL), 4, 8, 8, 0.01
 ADAM = tinker.AdamParams(

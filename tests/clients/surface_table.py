@@ -17,8 +17,8 @@ from starlette.routing import Match, Route
 from tests.clients.versions import REFUSES
 
 from hearth.conformance.surface import find_methods
-from hearth.tinker import records
 from hearth.tinker.app import REFUSED
+from hearth.wire import tinker_requests as requests
 from hearth.wire.tinker import AdamParams
 
 _PREFIX = "/api/v1/"
@@ -26,20 +26,20 @@ _CALL = re.compile(r'\b_?(get|post|put|delete|patch)\(\s*(?:path=)?f?"/api/v1/([
 _STRING = re.compile(r'f?"/api/v1/([^"*]*)"')
 MESSAGES: Mapping[str, type[BaseModel]] = {
     "AdamParams": AdamParams,
-    "CreateModelRequest": records.CreateModelRequest,
-    "CreateSamplingSessionRequest": records.CreateSampler,
-    "CreateSessionRequest": records.CreateSessionRequest,
-    "FutureRetrieveRequest": records.RetrieveFutureRequest,
-    "GetInfoRequest": records.NamedModel,
-    "LoadWeightsRequest": records.LoadWeightsRequest,
-    "LoraConfig": records.LoraConfig,
-    "OptimStepRequest": records.OptimStepRequest,
-    "SampleRequest": records.AskSamples,
-    "SamplingParams": records.SamplingParams,
-    "SaveWeightsExternalRequest": records.SaveExternal,
-    "SaveWeightsForSamplerRequest": records.SaveForSampler,
-    "SaveWeightsRequest": records.SaveWeightsRequest,
-    "SessionHeartbeatRequest": records.NamedSession,
+    "CreateModelRequest": requests.CreateModelRequest,
+    "CreateSamplingSessionRequest": requests.CreateSampler,
+    "CreateSessionRequest": requests.CreateSessionRequest,
+    "FutureRetrieveRequest": requests.RetrieveFutureRequest,
+    "GetInfoRequest": requests.NamedModel,
+    "LoadWeightsRequest": requests.LoadWeightsRequest,
+    "LoraConfig": requests.LoraConfig,
+    "OptimStepRequest": requests.OptimStepRequest,
+    "SampleRequest": requests.AskSamples,
+    "SamplingParams": requests.SamplingParams,
+    "SaveWeightsExternalRequest": requests.SaveExternal,
+    "SaveWeightsForSamplerRequest": requests.SaveForSampler,
+    "SaveWeightsRequest": requests.SaveWeightsRequest,
+    "SessionHeartbeatRequest": requests.NamedSession,
 }
 """The client's messages to routes that are answered, and our records of them."""
 UNREAD = frozenset({"ClientConfigRequest", "TelemetrySendRequest"})

@@ -11,6 +11,7 @@ from hearth.wire.openapi import describe_platform
 GROUPS = {
     "The control plane": ("/v1/accounts", "/v1/models", "/healthz", "/openapi.json"),
     "A trainer": ("/training/",),
+    "Tinker's clients": ("/api/v1/",),
     "A deployment": ("/v1/", "/inference/", "/hot_load/", "/tokenize"),
 }
 """Paths by what they begin with; the first group that fits has them."""

@@ -16,10 +16,10 @@ from starlette.routing import Route
 from hearth.control.gateway import KEY_NAME, LINK_PREFIX, TINKER_PREFIX
 from hearth.control.resource_names import format_timestamp
 from hearth.errors import HearthError, NotFoundError, RequestError
-from hearth.tinker import records
 from hearth.tinker.front import Front
 from hearth.tinker.protobuf import MEDIA_TYPE, read_pass
 from hearth.tinker.runs import BINARY
+from hearth.wire import tinker_requests as requests
 from hearth.wire.base import parse_json
 from hearth.wire.http import handle_error, json_response
 from hearth.wire.tinker import TryAgain
@@ -93,7 +93,7 @@ async def _handle_no_route(request: Request, error: Exception) -> Response:
     )
 
 
-def _post(front: Front, path: str, kind: type[records.TinkerRequest], ask: Ask) -> Route:
+def _post(front: Front, path: str, kind: type[requests.TinkerRequest], ask: Ask) -> Route:
     """A POST of a record; ``ask`` gets the key's name and the record, and returns the answer."""
 
     async def handle(request: Request) -> Response:
@@ -123,11 +123,11 @@ def _constant(path: str, content: Any, method: str = "POST") -> Route:
 
 
 def _session_routes(front: Front) -> list[Route]:
-    async def create_session(owner: str, ask: records.CreateSessionRequest) -> Any:
+    async def create_session(owner: str, ask: requests.CreateSessionRequest) -> Any:
         session_id = await front.create_session(owner, ask)
         return {"type": "create_session", "session_id": session_id}
 
-    async def beat(owner: str, ask: records.NamedSession) -> Any:
+    async def beat(owner: str, ask: requests.NamedSession) -> Any:
         await front.beat(owner, ask.session_id)
         return {"type": "session_heartbeat"}
 
@@ -148,8 +148,8 @@ def _session_routes(front: Front) -> list[Route]:
         _constant("client/config", CLIENT_CONFIG),
         _constant("client/dynamic_config", {"sample_cancel_enabled": True}),
         _constant("telemetry", {"status": "accepted"}),
-        _post(front, "create_session", records.CreateSessionRequest, create_session),
-        _post(front, "session_heartbeat", records.NamedSession, beat),
+        _post(front, "create_session", requests.CreateSessionRequest, create_session),
+        _post(front, "session_heartbeat", requests.NamedSession, beat),
         _route("POST", "sessions/{id}/finish", finish),
         _route("GET", "get_server_capabilities", capabilities),
     ]
@@ -162,11 +162,11 @@ def _run_routes(front: Front) -> list[Route]:
 
         return submit
 
-    async def create_model(owner: str, ask: records.CreateModelRequest) -> Any:
+    async def create_model(owner: str, ask: requests.CreateModelRequest) -> Any:
         run_id = await front.create_run(owner, ask)
         return {"request_id": f"create:{run_id}", "model_id": run_id}
 
-    async def load_weights(owner: str, ask: records.LoadWeightsRequest) -> Any:
+    async def load_weights(owner: str, ask: requests.LoadWeightsRequest) -> Any:
         if ask.model_id is not None:
             return {"request_id": await front.load(owner, ask), "model_id": ask.model_id}
         if ask.session_id is None or ask.model_seq_id is None:
@@ -174,7 +174,7 @@ def _run_routes(front: Front) -> list[Route]:
         run_id = await front.load_run(owner, ask)
         return {"request_id": f"create:{run_id}", "model_id": run_id}
 
-    async def get_info(owner: str, ask: records.NamedModel) -> Any:
+    async def get_info(owner: str, ask: requests.NamedModel) -> Any:
         run = await front.find_run(owner, ask.model_id)
         name = run.facts.base_model
         data = {"arch": await run.base.find_arch(), "model_name": name, "tokenizer_id": name}
@@ -187,7 +187,7 @@ def _run_routes(front: Front) -> list[Route]:
             "lora_rank": run.facts.lora.rank,
         }
 
-    async def unload_model(owner: str, ask: records.NamedModel) -> Any:
+    async def unload_model(owner: str, ask: requests.NamedModel) -> Any:
         raise RequestError("unload_model must not be asked: a run ends with its session")
 
     async def forward_backward(request: Request) -> Response:
@@ -205,7 +205,7 @@ def _run_routes(front: Front) -> list[Route]:
 
     async def retrieve_future(request: Request) -> Response:
         await front.start()
-        ask = records.RetrieveFutureRequest.from_dict(await _read_json(request))
+        ask = requests.RetrieveFutureRequest.from_dict(await _read_json(request))
         result = await front.retrieve(request.scope[KEY_NAME], ask.request_id)
         if result is None:
             return json_response(TryAgain(request_id=ask.request_id), _PENDING)
@@ -213,20 +213,20 @@ def _run_routes(front: Front) -> list[Route]:
         return Response(result[1:], media_type=MEDIA_TYPE if is_binary else "application/json")
 
     return [
-        _post(front, "create_model", records.CreateModelRequest, create_model),
-        _post(front, "load_weights", records.LoadWeightsRequest, load_weights),
-        _post(front, "get_info", records.NamedModel, get_info),
-        _post(front, "unload_model", records.NamedModel, unload_model),
-        _post(front, "optim_step", records.OptimStepRequest, make_submit(front.step)),
-        _post(front, "save_weights", records.SaveWeightsRequest, make_submit(front.save)),
+        _post(front, "create_model", requests.CreateModelRequest, create_model),
+        _post(front, "load_weights", requests.LoadWeightsRequest, load_weights),
+        _post(front, "get_info", requests.NamedModel, get_info),
+        _post(front, "unload_model", requests.NamedModel, unload_model),
+        _post(front, "optim_step", requests.OptimStepRequest, make_submit(front.step)),
+        _post(front, "save_weights", requests.SaveWeightsRequest, make_submit(front.save)),
         _post(
             front,
             "save_weights_for_sampler",
-            records.SaveForSampler,
+            requests.SaveForSampler,
             make_submit(front.save_for_sampler),
         ),
         _post(
-            front, "save_weights_external", records.SaveExternal, make_submit(front.save_external)
+            front, "save_weights_external", requests.SaveExternal, make_submit(front.save_external)
         ),
         _route("POST", "forward_backward", forward_backward),
         _route("POST", "retrieve_future", retrieve_future),
@@ -234,15 +234,15 @@ def _run_routes(front: Front) -> list[Route]:
 
 
 def _sampling_routes(front: Front) -> list[Route]:
-    async def create_sampling_session(owner: str, ask: records.CreateSampler) -> Any:
+    async def create_sampling_session(owner: str, ask: requests.CreateSampler) -> Any:
         sampler_id = await front.create_sampler(owner, ask)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    async def asample(owner: str, ask: records.AskSamples) -> Any:
+    async def asample(owner: str, ask: requests.AskSamples) -> Any:
         request_id, ids = await front.sample(owner, ask)
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def cancel_future(owner: str, ask: records.RetrieveFutureRequest) -> Any:
+    async def cancel_future(owner: str, ask: requests.RetrieveFutureRequest) -> Any:
         front.samples.cancel(ask.request_id, owner)
         return {}
 
@@ -254,9 +254,9 @@ def _sampling_routes(front: Front) -> list[Route]:
         return json_response(answer | ({"model_path": facts.path} if facts.path else {}))
 
     return [
-        _post(front, "create_sampling_session", records.CreateSampler, create_sampling_session),
-        _post(front, "asample", records.AskSamples, asample),
-        _post(front, "cancel_future", records.RetrieveFutureRequest, cancel_future),
+        _post(front, "create_sampling_session", requests.CreateSampler, create_sampling_session),
+        _post(front, "asample", requests.AskSamples, asample),
+        _post(front, "cancel_future", requests.RetrieveFutureRequest, cancel_future),
         _route("GET", "samplers/{id}", get_sampler),
     ]
 
@@ -281,7 +281,7 @@ def _listing_routes(front: Front) -> list[Route]:
 
         return _route(method, f"training_runs/{{id}}/checkpoints/{{kind}}/{{name}}{path}", handle)
 
-    async def weights_info(owner: str, ask: records.NamedPath) -> Any:
+    async def weights_info(owner: str, ask: requests.NamedPath) -> Any:
         facts = await asyncio.to_thread(front.saved.find, ask.tinker_path, owner)
         lora = facts.lora
         return {
@@ -337,12 +337,12 @@ def _listing_routes(front: Front) -> list[Route]:
         await asyncio.to_thread(front.saved.change, path, owner, is_public=False)
 
     async def set_ttl(owner: str, path: str, request: Request) -> None:
-        ask = records.SetTtl.from_dict(await _read_json(request))
-        seconds = records.check_ttl(ask.ttl_seconds)
+        ask = requests.SetTtl.from_dict(await _read_json(request))
+        seconds = requests.check_ttl(ask.ttl_seconds)
         await asyncio.to_thread(front.saved.set_ttl, path, owner, seconds)
 
     return [
-        _post(front, "weights_info", records.NamedPath, weights_info),
+        _post(front, "weights_info", requests.NamedPath, weights_info),
         get("training_runs", list_runs),
         get("training_runs/{id}", get_run),
         get("training_runs/{id}/checkpoints", list_run_checkpoints),

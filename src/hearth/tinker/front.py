@@ -36,6 +36,7 @@ from hearth.tinker.runs import BINARY, HELD_BYTES, JSON, RunOperation, TinkerRun
 from hearth.tinker.sampling import build_completion, check_samples, read_prompt, write_samples
 from hearth.tinker.saved import Kind, SavedWeights, check_name, taken_error
 from hearth.tinker.targets import build_scoring, read_scores, read_targets
+from hearth.wire import tinker_requests as requests
 from hearth.wire.http import describe_failure
 from hearth.wire.room import Room
 from hearth.wire.tinker import AdamParams, LoraSpec
@@ -193,7 +194,7 @@ class Front:
             self._started = asyncio.create_task(self._restore())
         await asyncio.shield(self._started)
 
-    async def create_session(self, owner: str, ask: records.CreateSessionRequest) -> str:
+    async def create_session(self, owner: str, ask: requests.CreateSessionRequest) -> str:
         """Open a session; returns its id."""
         session_id = uuid.uuid4().hex[:16]
         facts = records.SessionFacts(
@@ -217,14 +218,14 @@ class Front:
         await self._find_session(owner, session_id)
         await self._end(session_id, "FINISHED")
 
-    async def create_run(self, owner: str, ask: records.CreateModelRequest) -> str:
+    async def create_run(self, owner: str, ask: requests.CreateModelRequest) -> str:
         """Begin a run; returns its id. What is wrong with it fails its future.
 
         Raises:
             NotFoundError, ClosedError: as ``beat``.
         """
         await self._find_session(owner, ask.session_id)
-        lora = ask.lora_config or records.LoraConfig(rank=32)
+        lora = ask.lora_config or requests.LoraConfig(rank=32)
         spec = LoraSpec(alpha=_ALPHA, **lora.as_dict())
         facts = records.RunFacts(
             owner=owner,
@@ -234,10 +235,10 @@ class Front:
             user_metadata=ask.user_metadata,
         )
         run_id = f"{ask.session_id}:train:{ask.model_seq_id}"
-        await self._begin_run(run_id, facts, lambda: records.check_optimizer(ask.optimizer_config))
+        await self._begin_run(run_id, facts, lambda: requests.check_optimizer(ask.optimizer_config))
         return run_id
 
-    async def load_run(self, owner: str, ask: records.LoadWeightsRequest) -> str:
+    async def load_run(self, owner: str, ask: requests.LoadWeightsRequest) -> str:
         """Begin a run with saved weights; returns its id. What is wrong fails its future.
 
         Raises:
@@ -296,7 +297,7 @@ class Front:
             run, RunOperation(name, body, ask.seq_id, {"lengths": ask.lengths}, refusal)
         )
 
-    async def step(self, owner: str, ask: records.OptimStepRequest) -> str:
+    async def step(self, owner: str, ask: requests.OptimStepRequest) -> str:
         """Accept an optimizer step; returns its request's id. Raises as ``find_run``."""
         run = await self.find_run(owner, ask.model_id)
         refusal, adam = None, ask.adam_params
@@ -306,7 +307,7 @@ class Front:
                 f"optim_params must be AdamParams, got {kind!r}: runs here are trained with AdamW"
             )
         else:
-            records.log_unknown("AdamParams", adam.keys() - AdamParams.model_fields.keys())
+            requests.log_unknown("AdamParams", adam.keys() - AdamParams.model_fields.keys())
             try:
                 AdamParams.from_dict(adam)
             except RequestError as error:
@@ -314,7 +315,7 @@ class Front:
         body = orjson.dumps({"adam_params": adam or {}})
         return self._accept(run, RunOperation("optim_step", body, ask.seq_id, {}, refusal))
 
-    async def save(self, owner: str, ask: records.SaveWeightsRequest) -> str:
+    async def save(self, owner: str, ask: requests.SaveWeightsRequest) -> str:
         """Accept a save of training state; returns its request's id. Raises as ``find_run``."""
         run = await self.find_run(owner, ask.model_id)
         facts, refusal = await self._check_save(run, ask, "weights", overwrite=ask.overwrite)
@@ -323,7 +324,7 @@ class Front:
         facts["identity"] = name
         return self._accept(run, RunOperation("save_weights", body, ask.seq_id, facts, refusal))
 
-    async def save_for_sampler(self, owner: str, ask: records.SaveForSampler) -> str:
+    async def save_for_sampler(self, owner: str, ask: requests.SaveForSampler) -> str:
         """Accept a save for sampling; returns its request's id. Raises as ``find_run``."""
         run = await self.find_run(owner, ask.model_id)
         facts: dict[str, Any] = {}
@@ -341,7 +342,7 @@ class Front:
             run, RunOperation("save_weights_for_sampler", body, ask.seq_id, facts, refusal)
         )
 
-    async def save_external(self, owner: str, ask: records.SaveExternal) -> str:
+    async def save_external(self, owner: str, ask: requests.SaveExternal) -> str:
         """Accept a save for download; returns its request's id. Raises as ``find_run``."""
         run = await self.find_run(owner, ask.model_id)
         facts, refusal = await self._check_save(run, ask, "external_weights", overwrite=False)
@@ -390,7 +391,7 @@ class Front:
             )
         return folder / name
 
-    async def load(self, owner: str, ask: records.LoadWeightsRequest) -> str:
+    async def load(self, owner: str, ask: requests.LoadWeightsRequest) -> str:
         """Accept a load into a run; returns its request's id. Raises as ``find_run``."""
         assert ask.model_id is not None, "the caller has looked"
         if ask.seq_id is None:
@@ -428,7 +429,7 @@ class Front:
             "its last checkpoint"
         )
 
-    async def create_sampler(self, owner: str, ask: records.CreateSampler) -> str:
+    async def create_sampler(self, owner: str, ask: requests.CreateSampler) -> str:
         """Open a sampling session; returns its id.
 
         Raises:
@@ -477,7 +478,7 @@ class Front:
             )
         return facts
 
-    async def sample(self, owner: str, ask: records.AskSamples) -> tuple[str, list[str]]:
+    async def sample(self, owner: str, ask: requests.AskSamples) -> tuple[str, list[str]]:
         """Begin to sample; returns the request's id and one id per sample.
 
         Raises:
@@ -610,7 +611,7 @@ class Front:
         return RunJournal(self._plane.context.data_dir / "tinker" / make_key(run_id))
 
     async def _check_save(
-        self, run: TinkerRun, ask: records.Save, kind: Kind, *, overwrite: bool
+        self, run: TinkerRun, ask: requests.Save, kind: Kind, *, overwrite: bool
     ) -> tuple[dict[str, Any], str | None]:
         """The facts of an operation that saves, and why it is refused, if it is."""
         facts: dict[str, Any] = {}
@@ -618,7 +619,7 @@ class Front:
             if ask.path is None:
                 raise RequestError("path must be a name, got none")
             name = check_name(ask.path)
-            ttl_s = records.check_ttl(ask.ttl_seconds)
+            ttl_s = requests.check_ttl(ask.ttl_seconds)
             is_new = not await _on_thread(self.saved.is_taken, run.id, kind, name)
             if not (overwrite or is_new or run.knows(ask.seq_id)):
                 raise taken_error(name)
@@ -692,7 +693,7 @@ class Front:
         self._open_samplers[sampler_id] = facts
 
     async def _sample(
-        self, ask: records.AskSamples, facts: records.SamplerFacts, owner: str
+        self, ask: requests.AskSamples, facts: records.SamplerFacts, owner: str
     ) -> bytes:
         check_samples(ask)
         prompt = read_prompt(ask)
@@ -813,8 +814,8 @@ async def _find_own(table: Records, id: str, owner: str, field: str) -> StoredRe
     return record
 
 
-def _check_loadable(source: records.SavedFacts, ask: records.LoadWeightsRequest) -> None:
-    records.check_optimizer(ask.optimizer_config)
+def _check_loadable(source: records.SavedFacts, ask: requests.LoadWeightsRequest) -> None:
+    requests.check_optimizer(ask.optimizer_config)
     if ask.weights_access_token is not None:
         raise RequestError(
             "weights_access_token must be absent: the owner of weights publishes them for others"

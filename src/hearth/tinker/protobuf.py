@@ -18,8 +18,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from numpy.typing import NDArray
 
 from hearth.errors import RequestError
-from hearth.tinker.records import log_unknown
 from hearth.wire.tensors import DType, encode_plain
+from hearth.wire.tinker_requests import log_unknown
 
 MEDIA_TYPE = "application/x-protobuf"
 

@@ -8,7 +8,7 @@ import orjson
 
 from hearth.errors import RequestError
 from hearth.tinker.protobuf import Sample, TargetLogprobs, TopLogprobs, WireSequence, write_sample
-from hearth.tinker.records import AskSamples
+from hearth.wire.tinker_requests import AskSamples
 
 MOST_TOP = 20
 """Of the most probable tokens that are told at one position."""

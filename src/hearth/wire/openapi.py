@@ -12,12 +12,15 @@ from pydantic.json_schema import models_json_schema
 
 from hearth.wire import chat, fireworks, tinker
 from hearth.wire import completions as samples
+from hearth.wire import tinker_requests as requests
 from hearth.wire.base import Record
 from hearth.wire.http import ErrorDetail, FailedFuture
 
 _ACCOUNT = "/v1/accounts/{account}"
 _JOBS = f"{_ACCOUNT}/rlorTrainerJobs"
 _SHAPES = f"{_ACCOUNT}/trainingShapes/{{shape}}/versions"
+_TINKER = "/api/v1"
+_SAVED = "/training_runs/{id}/checkpoints/{kind}/{name}"
 _TRAINER = "/training/v1/rlorTrainerJobs/{account}/{job}/api/v1"
 _DEPLOYMENT_HEADER = "fireworks-deployment"
 
@@ -140,11 +143,55 @@ DEPLOYMENT_ROUTES: Mapping[str, Route] = {
 }
 """A deployment's, which the body's ``model`` or the header ``fireworks-deployment`` names."""
 
+TINKER_ROUTES: Mapping[str, Route] = {
+    "GET /healthz": Route(),
+    "POST /client/config": Route(),
+    "POST /client/dynamic_config": Route(),
+    "POST /telemetry": Route(),
+    "POST /create_session": Route(body=requests.CreateSessionRequest),
+    "POST /session_heartbeat": Route(body=requests.NamedSession),
+    "POST /sessions/{id}/finish": Route(),
+    "GET /get_server_capabilities": Route(),
+    "POST /create_model": Route(body=requests.CreateModelRequest),
+    "POST /load_weights": Route(body=requests.LoadWeightsRequest),
+    "POST /get_info": Route(body=requests.NamedModel),
+    "POST /unload_model": Route(body=requests.NamedModel),
+    "POST /forward_backward": Route(),
+    "POST /optim_step": Route(body=requests.OptimStepRequest),
+    "POST /save_weights": Route(body=requests.SaveWeightsRequest),
+    "POST /save_weights_for_sampler": Route(body=requests.SaveForSampler),
+    "POST /save_weights_external": Route(body=requests.SaveExternal),
+    "POST /retrieve_future": Route(body=requests.RetrieveFutureRequest),
+    "POST /create_sampling_session": Route(body=requests.CreateSampler),
+    "POST /asample": Route(body=requests.AskSamples),
+    "POST /cancel_future": Route(body=requests.RetrieveFutureRequest),
+    "GET /samplers/{id}": Route(),
+    "POST /weights_info": Route(body=requests.NamedPath),
+    "GET /training_runs": Route(),
+    "GET /training_runs/{id}": Route(),
+    "GET /training_runs/{id}/checkpoints": Route(),
+    "GET /checkpoints": Route(),
+    "GET /sessions": Route(),
+    "GET /sessions/{id}": Route(),
+    f"GET {_SAVED}/external_weights_urls": Route(),
+    f"DELETE {_SAVED}": Route(),
+    f"POST {_SAVED}/publish": Route(),
+    f"DELETE {_SAVED}/publish": Route(),
+    f"PUT {_SAVED}/ttl": Route(body=requests.SetTtl),
+    "GET /links/{token}/{name}": Route(),
+}
+"""Those of Tinker's official clients, below ``/api/v1``; passes and results are protobuf there."""
+
 
 @cache
 def describe_platform(version: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a platform of this version."""
-    routes = {**CONTROL_ROUTES, **_prefix_paths(TRAINER_ROUTES, _TRAINER), **DEPLOYMENT_ROUTES}
+    routes = {
+        **CONTROL_ROUTES,
+        **_prefix_paths(TRAINER_ROUTES, _TRAINER),
+        **DEPLOYMENT_ROUTES,
+        **_prefix_paths(TINKER_ROUTES, _TINKER),
+    }
     records: set[type[Record]] = {Failure}
     for route in routes.values():
         records.update(route.answer, (route.body or Failure, route.query or Failure))

@@ -14,6 +14,7 @@ from hearth.errors import ClosedError, NotFoundError, RequestError
 from hearth.local import EmbeddedPlatform
 from hearth.tinker import records
 from hearth.tinker.front import SESSION_S, Front
+from hearth.wire import tinker_requests as requests
 from hearth.wire.tinker import LoraSpec
 from training.quickstart import MODEL
 
@@ -51,13 +52,13 @@ def run(folder: Path, work: Callable[[Front, Clock], Awaitable[Any]]) -> None:
 
 
 async def open_sampler(front: Front, session_id: str) -> str:
-    ask = records.CreateSampler(session_id=session_id, sampling_session_seq_id=0, base_model=BASE)
+    ask = requests.CreateSampler(session_id=session_id, sampling_session_seq_id=0, base_model=BASE)
     return await front.create_sampler("alice", ask)
 
 
 def test_a_session_ends_an_hour_after_its_last_sign_of_life(tmp_path: Path) -> None:
     async def work(front: Front, clock: Clock) -> None:
-        session = await front.create_session("alice", records.CreateSessionRequest())
+        session = await front.create_session("alice", requests.CreateSessionRequest())
         sampler = await open_sampler(front, session)
         clock.now_s = SESSION_S
         await front.sweep()
@@ -84,7 +85,7 @@ def test_a_session_ends_an_hour_after_its_last_sign_of_life(tmp_path: Path) -> N
 def test_weights_that_others_hold_a_token_for_are_refused(tmp_path: Path) -> None:
     async def work(front: Front, _: Clock) -> None:
         front.saved.put(SAVED)
-        session = await front.create_session("alice", records.CreateSessionRequest())
+        session = await front.create_session("alice", requests.CreateSessionRequest())
         given = {"session_id": session, "path": SAVED.path}
         for number, (fields, message) in enumerate(
             (
@@ -92,7 +93,7 @@ def test_weights_that_others_hold_a_token_for_are_refused(tmp_path: Path) -> Non
                 ({"optimizer_config": {"type": "dimuon"}}, "must be 'adamw'"),
             )
         ):
-            ask = records.LoadWeightsRequest.from_dict(given | fields | {"model_seq_id": number})
+            ask = requests.LoadWeightsRequest.from_dict(given | fields | {"model_seq_id": number})
             run_id = await front.load_run("alice", ask)
             result = await front.retrieve("alice", f"create:{run_id}")
             assert result is not None
@@ -118,14 +119,14 @@ def test_saved_weights_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_sampling_asks_its_session_what_to_sample_from(tmp_path: Path) -> None:
     async def work(front: Front, _: Clock) -> None:
-        session = await front.create_session("alice", records.CreateSessionRequest())
+        session = await front.create_session("alice", requests.CreateSessionRequest())
         sampler = await open_sampler(front, session)
         ask = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
         with pytest.raises(RequestError, match="open a sampling session first"):
-            await front.sample("alice", records.AskSamples.from_dict(ask | {"base_model": BASE}))
+            await front.sample("alice", requests.AskSamples.from_dict(ask | {"base_model": BASE}))
 
         named = {"sampling_session_id": sampler, "seq_id": 0, "base_model": "other"}
-        request_id, _ids = await front.sample("alice", records.AskSamples.from_dict(ask | named))
+        request_id, _ids = await front.sample("alice", requests.AskSamples.from_dict(ask | named))
 
         result = await front.retrieve("alice", request_id)
         assert result is not None

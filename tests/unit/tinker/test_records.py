@@ -9,7 +9,7 @@ import pytest
 from tinker.proto import tinker_public_pb2
 
 from hearth.tinker.protobuf import read_pass
-from hearth.tinker.records import AskSamples
+from hearth.wire.tinker_requests import AskSamples
 
 
 def test_unknown_fields_are_logged_once_in_parts_of_messages_too(

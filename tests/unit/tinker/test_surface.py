@@ -11,9 +11,11 @@ from starlette.routing import Route
 from tests.clients import cookbook_table, surface_table
 
 from hearth.control.app import create_gateway
+from hearth.control.gateway import TINKER_PREFIX
 from hearth.local import EmbeddedPlatform
-from hearth.tinker.app import create_app
+from hearth.tinker.app import REFUSED, create_app
 from hearth.tinker.front import Front
+from hearth.wire.openapi import TINKER_ROUTES
 
 DOCS = Path(__file__).parents[3] / "docs"
 DOCUMENT = DOCS / "tinker_surface.md"
@@ -47,6 +49,17 @@ def test_every_route_of_the_client_is_answered_or_refused(routes: list[Route]) -
     missing = [each for each in found if not surface_table.explain_route(*each, routes)]
     assert len(found) > 40
     assert missing == []
+
+
+def test_every_answered_route_is_in_the_description_of_the_platform(routes: list[Route]) -> None:
+    answered = {
+        f"{method} /{route.path.removeprefix(TINKER_PREFIX)}"
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
+        if route.path.startswith(TINKER_PREFIX)
+    }
+
+    assert answered - {f"{method} /{path}" for method, path in REFUSED} == TINKER_ROUTES.keys()
 
 
 def test_every_field_of_a_request_is_honored_or_in_the_table() -> None:

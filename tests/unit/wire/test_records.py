@@ -2,12 +2,12 @@ import orjson
 import pytest
 
 from hearth.errors import ForwardOnlyError, NotFoundError, RequestError
-from hearth.tinker.records import CreateSessionRequest
 from hearth.wire.chat import ChatRequest
 from hearth.wire.completions import CompletionRequest
 from hearth.wire.fireworks import TrainerJob, TrainingConfig
 from hearth.wire.http import describe_failure, error_body, error_status
 from hearth.wire.tinker import CreateModel, CreateSession, ForwardBackward, OptimStep
+from hearth.wire.tinker_requests import CreateSessionRequest
 
 
 def test_unknown_fields_are_tolerated_and_none_is_left_out():
