@@ -16,7 +16,7 @@ from hearth.cli.verbs import VERBS
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionFlags:
-    """Flags of ``hearth completion``."""
+    """Print what completes verbs and flags: source <(hearth completion bash)."""
 
     shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]
     """The shell to print it for: source <(hearth completion bash)."""

@@ -32,7 +32,7 @@ _COLORS: Mapping[Verdict, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConformanceFlags:
-    """Flags of ``hearth conformance``."""
+    """Say how far a server keeps Tinker's API, with a score."""
 
     url: Annotated[str, tyro.conf.Positional]
     """Where the server answers."""

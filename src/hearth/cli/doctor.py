@@ -19,7 +19,7 @@ _TOPIC_WIDTH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFlags:
-    """Flags of ``hearth doctor``."""
+    """Check this machine: versions, compiler, GPU, memory, ports; train a little."""
 
     data_dir: Path = Path("~/.hearth")
     """Where hearth serve keeps its data."""

@@ -40,7 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.REFUSED
     _set_openmp_waiting()
     run: Verb = verb.load()
-    return run(given[1:])
+    try:
+        return run(given[1:])
+    except BrokenPipeError:
+        if not _is_output_unread():
+            raise
+        return ExitCode.DONE
+
+
+def _is_output_unread() -> bool:
+    """Whether nobody reads our output any more, as after ``| head``; then the rest of it is lost."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _find_entry_point(name: str) -> EntryPoint | None:

@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class DeployFlags(Platform):
-    """Flags of ``hearth deploy``."""
+    """Serve a model, or a run's trained model, on the platform."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A hub id, a registered name, a model's folder, or a run, whose trained model is served."""
@@ -39,7 +39,7 @@ class DeployFlags(Platform):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags(Platform):
-    """Flags of ``hearth chat``."""
+    """Talk with a run's trained model, another model, or a deployment."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A run, a model's folder or a hub id, which is loaded here; or the id of a deployment."""

@@ -20,7 +20,7 @@ from hearth.planning.plan import Layout, Plan, PlanRequest, catalog_entry, make_
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """Flags of ``hearth plan``."""
+    """Say whether a model fits some GPUs, and which shape to choose."""
 
     model: str
     """A registered name, a folder with a config.json, or a hub id, of which only that is read."""

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 @dataclass(frozen=True, kw_only=True)
 class PushFlags:
-    """Flags of ``hearth push``."""
+    """Push a run's trained model to the Hugging Face hub, as a private repository."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A run, whose newest model or adapter is pushed, or a model's folder."""

@@ -108,7 +108,7 @@ class Platform:
 
 @dataclass(frozen=True, kw_only=True)
 class PsFlags(Platform):
-    """Flags of ``hearth ps``."""
+    """Show the trainer jobs and deployments of a platform."""
 
     all: Annotated[bool, tyro.conf.arg(aliases=("-a",))] = False
     """Show cancelled and completed jobs too."""
@@ -116,7 +116,7 @@ class PsFlags(Platform):
 
 @dataclass(frozen=True, kw_only=True)
 class LogsFlags(Platform):
-    """Flags of ``hearth logs``."""
+    """Show the end of a trainer job's or deployment's log."""
 
     id: Annotated[str, tyro.conf.Positional]
     """A trainer job's or a deployment's id."""
@@ -128,7 +128,7 @@ class LogsFlags(Platform):
 
 @dataclass(frozen=True, kw_only=True)
 class IdFlags(Platform):
-    """Flags of ``hearth stop`` and ``hearth start``."""
+    """Stop or start a trainer job or a deployment."""
 
     id: Annotated[str, tyro.conf.Positional]
     """A trainer job's or a deployment's id."""

@@ -16,7 +16,7 @@ from hearth.telemetry import setup_logging
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags:
-    """Flags of ``hearth serve``; defaults come from the settings file."""
+    """Serve a platform on a port, until Ctrl-C."""
 
     settings: Path | None = None
     """TOML file with the same names as these flags, underscores for dashes."""

@@ -36,7 +36,7 @@ _LEAST_STEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFlags:
-    """Flags of ``hearth compare``."""
+    """Print where runs differ: settings, curves, held-out numbers, the first token."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of two to eight runs; each is set beside the first."""

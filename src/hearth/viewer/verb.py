@@ -31,7 +31,7 @@ _NICENESS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ViewFlags:
-    """Flags of ``hearth view``."""
+    """Show runs, their curves and every sample in the browser, until Ctrl-C."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folders of runs, or folders that have such a few levels below; not given, runs."""

@@ -13,7 +13,7 @@ from hearth.exit_codes import exit_code
 
 @dataclass(frozen=True, kw_only=True)
 class ShowFlags:
-    """Flags of ``hearth show``."""
+    """Print a run: its reward curve, best and worst samples, why the reward is flat."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """The log_path of a run."""

@@ -37,6 +37,17 @@ def test_the_help_of_a_verb_is_the_first_line_of_its_function(name):
     assert doc.splitlines()[0] == summary
 
 
+def test_a_reader_that_leaves_early_ends_the_command_without_a_word():
+    code = "import sys; from hearth.cli.main import main; sys.exit(main(['view', '--help']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        command.stdout.close()
+        told = command.stderr.read()
+
+    assert (command.returncode, told) == (ExitCode.DONE, "")
+
+
 def test_the_page_of_the_command_has_every_verb_and_every_exit_code():
     page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
 
