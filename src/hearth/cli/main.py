@@ -7,6 +7,7 @@ the group ``hearth.verbs``. Nothing is imported for the list of verbs and the ve
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -49,13 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_output_unread() -> bool:
-    """Whether nobody reads our output any more, as after ``| head``; then the rest of it is lost."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Whether nobody reads our output any more, as after ``| head``; its rest is dropped then."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    is_unread = any(events & select.POLLERR for _, events in poll.poll(0))
+    if is_unread:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return is_unread
 
 
 def _find_entry_point(name: str) -> EntryPoint | None:
