@@ -175,7 +175,7 @@ async def sample_group(
     if scored.dropped:
         return scored.drop(scored.dropped)
     untaught = [0.0] * len(scored.samples)
-    samples = [one for [one] in to_datums(scored.trajectories, untaught, config.replay)]
+    samples = [sample for [sample] in to_datums(scored.trajectories, untaught, config.replay)]
     try:
         if config.distill_loss == "top_k":
             work = [follow_top(teacher, sample, config.teacher_top_k) for sample in samples]
@@ -234,7 +234,7 @@ def distillation_loss(config: Config, batch: StepBatch) -> LossFunction:
     loss_fn = policy_loss(config, batch)
     assert callable(loss_fn), "it runs here"
     tokens = sum(sample.rollout.completion_len for sample in batch.samples)
-    gaps = [mean_advantage(one) * one.rollout.completion_len for one in batch.samples]
+    gaps = [mean_advantage(sample) * sample.rollout.completion_len for sample in batch.samples]
     return with_metric(loss_fn, "teacher_kl", -math.fsum(gaps) / tokens)
 
 
