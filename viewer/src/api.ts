@@ -20,6 +20,7 @@ export interface Run {
   rows_done: number | null;
   rows_total: number | null;
   reward: Value;
+  loss: Value;
   held_out: Value;
   started: Value;
   updated: Value;
@@ -35,7 +36,7 @@ export interface RunDetail extends Run {
   config: Record<string, unknown>;
   changed: Record<string, [unknown, unknown]>;
   metrics: string[];
-  evaluations: { step: number; accuracy: Value; reward: Value }[];
+  evaluations: { step: number; accuracy: Value; reward: Value; loss: Value }[];
   versions: [number, number][];
   recording: { bytes: number; files: number; text: string } | null;
   rescored: string[];

@@ -102,8 +102,8 @@ class Metrics:
             self.evals.add(step, record)
 
     def spark(self) -> list[float | None]:
-        """At most 40 rewards over the run: means of equal stretches."""
-        name = next((name for name in REWARDS if name in self.train.columns), None)
+        """At most 40 rewards over the run, or losses: means of equal stretches."""
+        name = next((name for name in (*REWARDS, LOSS) if name in self.train.columns), None)
         values = self.train.columns.get(name or "", array("d"))
         width = max(1, math.ceil(len(values) / _SPARK))
         return [_mean(values[start : start + width]) for start in range(0, len(values), width)]

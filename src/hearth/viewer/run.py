@@ -12,7 +12,7 @@ from hearth.errors import HearthError, NotFoundError
 from hearth.records.layout import RESCORED, SAMPLES, TIMELINE, SampleFile, list_files
 from hearth.records.timeline import RunState, read_state
 from hearth.viewer.lines import read_object
-from hearth.viewer.metrics import REWARDS, Metrics
+from hearth.viewer.metrics import LOSS, REWARDS, Metrics
 from hearth.viewer.timeline import RecordedTimeline
 
 METRICS = "metrics.jsonl"
@@ -151,6 +151,7 @@ class RecordedRun:
             "rows_done": metrics.rows_done or None,
             "rows_total": self._rows_total(config),
             "reward": metrics.train.last(*REWARDS),
+            "loss": metrics.train.last(LOSS),
             "held_out": metrics.evals.last("eval/accuracy"),
             "started": state.started or _read_change_time(self.folder / CONFIG),
             "updated": state.updated or None,

@@ -3,7 +3,7 @@ import { useMemo } from "preact/hooks";
 import { fetchJson, runUrl, useApi, type RunDetail, type RunEvent, type Series } from "../api";
 import { formatCount, formatFixed, formatSeconds, formatTime } from "../format";
 import { RUN_PAUSE_MS, useLastStep } from "../live";
-import { chooseName, LEADING } from "../metrics";
+import { chooseLeading, chooseName } from "../metrics";
 import { AxisControls, EventControls, Plots } from "../plots";
 import { linkTo, navigate, setQuery, useRoute } from "../router";
 import { Empty, Failure, Line } from "../text";
@@ -67,7 +67,7 @@ export function CurvesView({ run }: { run: RunDetail }) {
 export function chooseCharts(metrics: string[], search: string): { title: string; name: string }[] {
   if (!search) {
     const known = new Set(metrics);
-    return LEADING.map((leading) => ({ title: leading.title, name: chooseName(leading, known) }));
+    return chooseLeading(known).map((leading) => ({ title: leading.title, name: chooseName(leading, known) }));
   }
   const words = search.toLowerCase().split(/\s+/);
   return metrics
@@ -78,15 +78,19 @@ export function chooseCharts(metrics: string[], search: string): { title: string
 
 function Stats({ run }: { run: RunDetail }) {
   const first = run.spark.find((value) => value !== null) ?? null;
+  const title = run.reward === null && run.loss !== null ? "Loss" : "Reward";
   const step = useLastStep(run.key, run.step);
-  const evaluations = run.evaluations.filter(({ accuracy, reward }) => accuracy !== null || reward !== null);
-  const heldOut = (place: number) => evaluations[place]?.accuracy ?? evaluations[place]?.reward ?? null;
+  const evaluations = run.evaluations.filter(({ accuracy, reward, loss }) => accuracy !== null || reward !== null || loss !== null);
+  const heldOut = (place: number) => {
+    const found = evaluations[place];
+    return found?.accuracy ?? found?.reward ?? found?.loss ?? null;
+  };
   return (
     <dl class="stats">
-      <Stat title="Reward" value={formatFixed(run.reward)} note={first !== null ? `from ${formatFixed(first)}` : ""} />
+      <Stat title={title} value={formatFixed(run.reward ?? run.loss)} note={first !== null ? `from ${formatFixed(first)}` : ""} />
       <Stat
         title="Held-out"
-        value={formatFixed(run.held_out)}
+        value={formatFixed(run.held_out ?? heldOut(evaluations.length - 1))}
         note={evaluations.length > 1 ? `from ${formatFixed(heldOut(0))}` : ""}
       />
       <Stat title="Step" value={formatCount(step)} />
