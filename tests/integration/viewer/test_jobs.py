@@ -58,12 +58,20 @@ async def test_asking_again_is_a_job_in_a_process_of_its_own(runs, tmp_path):
 
 
 async def test_a_job_that_fails_says_its_last_line(runs, tmp_path):
-    jobs = SamplingJobs((sys.executable, "-c", "import sys; sys.exit('error: no snapshot')"))
+    may_end = tmp_path / "may_end"
+    script = tmp_path / "failing.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        f"while not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
+        "sys.exit('error: no snapshot')\n"
+    )
+    jobs = SamplingJobs((sys.executable, str(script)))
     async with open_viewer(runs, jobs=jobs) as client:
         answers = [
             await client.post(f"{FIRST}/again", json={"sample": "train.3.4.1.0"})
             for _ in range(MOST_RUNNING + 1)
         ]
+        may_end.touch()
         job = answers[0].json()["job"]
         while (state := await ask(client, f"/api/jobs/{job}"))["state"] == "running":
             await asyncio.sleep(0.01)  # or the loop does nothing else
