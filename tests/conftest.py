@@ -31,3 +31,14 @@ def pytest_collection_finish():
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+@pytest.fixture(autouse=True)
+def leave_logging_as_it_was():
+    """A command that runs in the tests' process logs to stderr; the tests after it do not."""
+    yield
+    for name in ("hearth", "training"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True

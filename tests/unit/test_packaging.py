@@ -15,6 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTION_OF = {
     "google": "protobuf",
     "mlflow": "mlflow-skinny",
+    "openenv": "openenv-core",
     "opentelemetry": "opentelemetry-sdk",
 }
 OF_OTHERS = {"vllm", "zmq"}
