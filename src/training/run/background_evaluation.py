@@ -7,7 +7,7 @@ leaves a record out and never ends a run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,16 +117,21 @@ class BackgroundEvaluation:
 
         rows = self._run.eval_rows
         sampled = await gather_or_cancel([sample_row(place, row) for place, row in enumerate(rows)])
-        samples = [
-            trajectory_judged(row, place, run)
-            for place, (row, trajectories) in enumerate(zip(rows, sampled, strict=True))
-            for run in trajectories.runs
-        ]
-        return EvalResult(
-            samples,
-            failed_samples=sum(row.failed for row in sampled),
-            sampled_trajectories=[row.sampled_trajectories for row in sampled],
-        )
+        return judge_trajectories(rows, sampled)
+
+
+def judge_trajectories(rows: Sequence[Row], sampled: Sequence[RowTrajectories]) -> EvalResult:
+    """The result of held-out rows that were rolled out, in their order."""
+    samples = [
+        trajectory_judged(row, place, run)
+        for place, (row, trajectories) in enumerate(zip(rows, sampled, strict=True))
+        for run in trajectories.runs
+    ]
+    return EvalResult(
+        samples,
+        failed_samples=sum(row.failed for row in sampled),
+        sampled_trajectories=[row.sampled_trajectories for row in sampled],
+    )
 
 
 def trajectory_judged(row: Row, place: int, run: RolloutRun) -> EvalSample:

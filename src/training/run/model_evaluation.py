@@ -31,7 +31,7 @@ from training.platform.run_infra import ServedModel, open_platform, serve_model
 from training.rewards import AnyReward, check_reward, choose_reward
 from training.rewards.scoring import gather_or_cancel
 from training.rollouts.runner import Rollouts, RowTrajectories, Submission
-from training.run.background_evaluation import trajectory_judged
+from training.run.background_evaluation import judge_trajectories
 from training.run.command import run_until_signal
 from training.run.eval_verb import EvalOptions
 from training.run.evaluation import EVAL_SEED_OFFSET, EvalResult, EvalSample
@@ -140,7 +140,7 @@ def evaluate_and_report(options: EvalOptions) -> list[Measured]:
     sources = [find_model(model) for model in options.models]
     config = _make_config(options)
     tasks = _choose_tasks(config, options)
-    names = _name_models(options.models, sources)
+    names = _name_models(sources)
     measured: list[Measured] = []
     with (
         tempfile.TemporaryDirectory(prefix="hearth-eval-") as folder,
@@ -211,12 +211,12 @@ def _choose_tasks(config: SingleTurnConfig, options: EvalOptions) -> Tasks:
     return Tasks(rows, environment.reward() if single else None, environment)
 
 
-def _name_models(given: Sequence[str], sources: Sequence[str]) -> list[str]:
+def _name_models(sources: Sequence[str]) -> list[str]:
     """A name for each model: as short as is clear, and fit for a folder."""
     names = [name_deployment(source) for source in sources]
     return [
-        name if names.count(name) == 1 else f"{name}-{place + 1}"
-        for place, (name, _) in enumerate(zip(names, given, strict=True))
+        name if names.count(name) == 1 else f"{name}-{place}"
+        for place, name in enumerate(names, start=1)
     ]
 
 
@@ -296,16 +296,7 @@ async def _play(config: SingleTurnConfig, rows: Sequence[Row], rollout_fn: Rollo
             return await rollouts.trajectories(Submission(where, 0, 0, is_trained=False))
 
     sampled = await gather_or_cancel([sample_row(place, row) for place, row in enumerate(rows)])
-    samples = [
-        trajectory_judged(row, place, run)
-        for place, (row, trajectories) in enumerate(zip(rows, sampled, strict=True))
-        for run in trajectories.runs
-    ]
-    return EvalResult(
-        samples,
-        failed_samples=sum(row.failed for row in sampled),
-        sampled_trajectories=[row.sampled_trajectories for row in sampled],
-    )
+    return judge_trajectories(rows, sampled)
 
 
 def _report(options: EvalOptions, tasks: Tasks, measured: Sequence[Measured]) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,12 +22,13 @@ from training.data.rows import Row
 from training.examples.rl.tool_use.calculator import SCHEMA
 from training.examples.rl.tool_use.lessons import careless_lesson, good_lesson
 from training.examples.rl.tool_use.problems import split_problems
-from training.examples.rl.warm_up import BATCH, warm_up
 from training.quickstart import MODEL
+from training.recipes.sft_loop import Config, main
 
 logger = logging.getLogger(__name__)
 
 RATE = 3e-3
+BATCH = 32
 GOOD_SHARE = 0.75
 """Share of the warm-up's batches that are good conversations; they come first."""
 
@@ -76,9 +79,40 @@ CHAT_TEMPLATE = """\
 
 
 def make_policy(folder: Path, steps: int) -> None:
-    """Make the model folder of the policy after ``steps`` batches of lessons."""
+    """Make the model folder of the policy after ``steps`` batches of lessons; 0 teaches nothing.
+
+    It appears whole or not at all. The run that makes it is beside it, as ``FOLDER.warm_up``, where
+    a start after a kill goes on. The same machine makes the same weights.
+    """
     logger.info("the policy is warmed up for %d batches; it is kept in %s", steps, folder)
-    warm_up(folder, write_start, lesson_rows(steps), learning_rate=RATE, max_seq_len=512)
+    run = folder.with_name(f"{folder.name}.warm_up")
+    start = made = run / "start"
+    if not start.exists():
+        _write_whole(start, write_start)
+    if steps:
+        config = Config(
+            log_path=str(run),
+            base_model=str(start),
+            batch_size=BATCH,
+            shuffle=False,  # good lessons first, careless ones last
+            learning_rate=RATE,
+            lr_schedule="linear",
+            warmup_steps=0.05,
+            beta2=0.98,
+            weight_decay=0.0,
+            max_seq_len=512,
+        )
+        made = main(config, lesson_rows(steps)).model_path
+        assert made is not None, "steps were taken"
+    _write_whole(folder, lambda unfinished: shutil.copytree(made, unfinished))
+
+
+def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write(unfinished)
+    unfinished.rename(folder)
 
 
 def write_start(folder: Path) -> None:
