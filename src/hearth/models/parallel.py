@@ -49,6 +49,19 @@ class ShardedModel(LoadedModel):
     root: Any = None
     stored: Mapping[str, torch.dtype] = field(default_factory=lambda: {})
     """The dtype of each base tensor as loaded; trained ones are float32 in the parts."""
+    sums_whole: bool = True
+    """Whether ranks add up whole gradients, and reduce them in the last micro-batch of a request.
+    Otherwise they reduce them in every micro-batch, and a rank keeps its part only."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(parameter.numel() for parameter in self.root.parameters())
+
+    @property
+    def part_bytes(self) -> int:
+        """Weights in the largest part that a rank has; the same number on all ranks."""
+        return sum(_count_part(parameter) for parameter in self.root.parameters())
 
     def run(self, function: Callable[[], R]) -> R:
         """Call a function that runs the module; all ranks do so at the same time.
@@ -59,8 +72,8 @@ class ShardedModel(LoadedModel):
         return cast("R", self.root(function))
 
     def reduce_gradients(self, *, is_last: bool) -> None:
-        """Let the next backward pass sum gradients here, or over all ranks if ``is_last``."""
-        self.root.set_requires_gradient_sync(is_last)
+        """Say before a backward pass whether it is the last one of a request."""
+        self.root.set_requires_gradient_sync(is_last or not self.sums_whole)
 
 
 def shard(
@@ -122,6 +135,15 @@ def gather_tensors(
         if keep:
             gathered[name] = whole.cpu()
     return gathered
+
+
+def _count_part(tensor: Tensor) -> int:
+    """The bytes of the largest part of a tensor on any rank."""
+    numel = tensor.numel()
+    if isinstance(tensor, DTensor) and numel:
+        rows = tensor.shape[0]
+        numel = numel // rows * -(-rows // tensor.device_mesh.size())
+    return numel * tensor.element_size()
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:

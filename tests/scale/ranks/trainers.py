@@ -210,8 +210,8 @@ def assert_close(
         assert difference <= limit, f"{name}: {difference:.2g}"
 
 
-def write_model(folder: Path, *, is_tied: bool = True) -> Path:
-    """A Qwen3 of two layers whose sizes no number of ranks divides; the same every time."""
+def write_model(folder: Path, *, is_tied: bool = True, layers: int = 2) -> Path:
+    """A Qwen3 of a few layers whose sizes no number of ranks divides; the same every time."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def write_model(folder: Path, *, is_tied: bool = True) -> Path:
         vocab_size=VOCABULARY,
         hidden_size=36,
         intermediate_size=53,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=3,
         head_dim=6,

@@ -21,7 +21,7 @@ from torch import Tensor
 from hearth.errors import HearthError
 from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import merge_tensors
-from hearth.models.parallel import ShardedModel, gather_tensors
+from hearth.models.parallel import gather_tensors
 from hearth.trainer.checkpoint import (
     DATA,
     CheckpointFolder,
@@ -35,7 +35,7 @@ from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.passes import Pass
 from hearth.trainer.ranks.group import RankGroup, decode, encode
 from hearth.trainer.ranks.passes import RankPass
-from hearth.trainer.ranks.residents import RankResidents
+from hearth.trainer.ranks.residents import RankResidents, require_sharded
 from hearth.trainer.residents import Resident, Residents, find_trainable
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class RankEngine(TrainerEngine):
     """``TrainerEngine`` on this rank's part of the weights; all ranks make theirs at the same time.
 
     ``on_broken`` is called with the reason why the ranks cannot continue; it need not return.
+    ``memory`` are the bytes that each rank may take; None takes what its device has.
     Graphs are not kept between operations: a custom loss costs a second forward pass.
 
     Raises:
@@ -56,9 +57,15 @@ class RankEngine(TrainerEngine):
     keeps_graphs = False
 
     def __init__(
-        self, options: TrainerWorkerOptions, group: RankGroup, on_broken: Callable[[str], None]
+        self,
+        options: TrainerWorkerOptions,
+        group: RankGroup,
+        on_broken: Callable[[str], None],
+        *,
+        memory: int | None = None,
     ) -> None:
         self._group = group
+        self._memory = group.find_memory() if memory is None else memory
         self._offload = options.offload_optimizer
         self._on_broken = on_broken
         super().__init__(**options.engine_arguments())
@@ -116,6 +123,7 @@ class RankEngine(TrainerEngine):
             self.options,
             self._group,
             process=self._group.run_on_first(lambda: secrets.token_hex(4)),
+            memory=self._memory,
             offload=self._offload,
         )
 
@@ -123,7 +131,7 @@ class RankEngine(TrainerEngine):
         return RankPass(**fields, group=self._group)
 
     def _collect_stored(self, model: Resident) -> Mapping[str, Tensor]:
-        dtypes = _require_sharded(model).stored
+        dtypes = require_sharded(model.loaded).stored
         return {
             name: tensor.detach().to(dtypes.get(name, tensor.dtype))
             for name, tensor in model.tensors().items()
@@ -131,10 +139,10 @@ class RankEngine(TrainerEngine):
 
     def _collect_whole(self, model: Resident) -> Mapping[str, Tensor]:
         keep = self._group.rank == 0
-        return gather_tensors(model.tensors(), _require_sharded(model).stored, keep=keep)
+        return gather_tensors(model.tensors(), require_sharded(model.loaded).stored, keep=keep)
 
     def _merge_adapter(self, model: Resident) -> Mapping[str, Tensor]:
-        loaded, keep = _require_sharded(model), self._group.rank == 0
+        loaded, keep = require_sharded(model.loaded), self._group.rank == 0
         whole = gather_tensors(base_tensors(loaded.module), loaded.stored, keep=keep)
         return merge_tensors(loaded, whole) if keep else {}
 
@@ -188,8 +196,3 @@ def _make_target(stored: Tensor, own: Tensor | None) -> Tensor:
     if own is None or own.shape != stored.shape:
         return torch.empty_like(stored, device="cpu")
     return torch.empty_like(own.detach(), dtype=stored.dtype)
-
-
-def _require_sharded(model: Resident) -> ShardedModel:
-    assert isinstance(model.loaded, ShardedModel), "every model of a rank is sharded"
-    return model.loaded

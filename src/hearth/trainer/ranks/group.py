@@ -110,6 +110,15 @@ class RankGroup:
         # for its part of them.
         self._message_group = _make_group(backend="gloo", timeout=limit)
 
+    def find_memory(self) -> int:
+        """Bytes of memory for each rank: of its GPU, or its share of its machine's; the least."""
+        if self.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+        else:
+            memory = psutil.virtual_memory().total
+        place = f"{socket.gethostname()} {self.device}"
+        return self.reduce_min(memory // self.gather(place).count(place))
+
     def broadcast(self, message: bytes) -> None:
         """On rank 0: send a message to the others."""
         # Others wait without a limit for the length only, which always fits a socket's buffer.
@@ -170,6 +179,10 @@ class RankGroup:
         largest = torch.tensor([count])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._message_group)
         return int(largest)
+
+    def reduce_min(self, count: int) -> int:
+        """The smallest of the ranks' counts."""
+        return -self.reduce_max(-count)
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """``values`` summed over ranks, in place."""

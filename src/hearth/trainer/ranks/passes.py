@@ -76,8 +76,8 @@ class RankPass(Pass):
     def forward_backward(self, kept: KeptGraph | None = None) -> tuple[PassResult, GradientCounts]:
         """As ``forward``; adds the loss's gradient to the parameters' parts and counts all ranks.
 
-        Gradients add up on each rank, and are reduced over ranks in the last micro-batch only: a
-        request of several micro-batches therefore holds a whole model's gradient.
+        Ranks reduce gradients in the last micro-batch only, or in each one
+        (``ShardedModel.sums_whole``).
 
         Raises:
             NumericsError: a logprob is not finite, on any rank; the gradient stays.

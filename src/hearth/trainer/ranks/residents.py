@@ -7,6 +7,7 @@ adapter is small: every rank has a whole copy, and the gradients are summed once
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,18 +17,26 @@ from torch.distributed.tensor import DTensor
 
 from hearth.models.loading import LoadedModel
 from hearth.models.parallel import ShardedModel, local_parts, shard
+from hearth.planning.gradients import fits_whole_gradient
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
 from hearth.trainer.options import TrainerOptions
 from hearth.trainer.ranks.group import RankGroup
 from hearth.trainer.ranks.passes import RankScorer
-from hearth.trainer.residents import Residents, find_trainable
+from hearth.trainer.residents import Resident, Residents, find_trainable
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_TRAINED_COPIES = 4
+"""A trained weight's part, its gradient and its two moments, all float32."""
 
 
 class RankResidents(Residents):
     """The models of one rank; all ranks add and remove the same ones in the same order.
 
-    ``process`` makes model ids differ from those before a restart; it is the same on all ranks.
+    ``process`` makes model ids differ from those before a restart, and ``memory`` are the bytes
+    that a rank may take; both are the same on all ranks.
     """
 
     def __init__(
@@ -37,10 +46,12 @@ class RankResidents(Residents):
         group: RankGroup,
         *,
         process: str,
+        memory: int,
         offload: bool,
     ) -> None:
         super().__init__(load, options)
         self._process = process
+        self._memory = memory
         self._group = group
         self._offload = offload
 
@@ -50,13 +61,42 @@ class RankResidents(Residents):
         # Sharded modules refer to themselves.
         gc.collect()
 
+    def _add(
+        self, role: str, loaded: LoadedModel, optimizer: Optimizer | None, owner: str | None
+    ) -> Resident:
+        model = super()._add(role, loaded, optimizer, owner)
+        for policy in self.find_policies():
+            if policy.lora is None:
+                self._choose_sums(policy)
+        return model
+
+    def _choose_sums(self, policy: Resident) -> None:
+        """Choose by memory how ranks add up a full policy's gradients; all ranks choose alike."""
+        loaded = require_sharded(policy.loaded)
+        frozen = {id(model.loaded): model.loaded for model in self._models.values()}
+        del frozen[id(loaded)]
+        held = _TRAINED_COPIES * loaded.part_bytes
+        held += sum(require_sharded(model).part_bytes for model in frozen.values())
+        held = 0 if self._offload else held
+        parameters = loaded.num_parameters
+        loaded.sums_whole = fits_whole_gradient(parameters, held=held, memory=self._memory)
+        logger.info(
+            "model %s: gradients of several micro-batches are added up %s: %.2f GiB of a whole "
+            "gradient beside %.2f GiB of parts, in %.1f GiB of memory",
+            policy.model_id,
+            "whole on each rank, and reduced once a request"
+            if loaded.sums_whole
+            else "in parts, and reduced in each one",
+            4 * parameters / _GIB,
+            held / _GIB,
+            self._memory / _GIB,
+        )
+
     def _make_scorer(self, loaded: LoadedModel) -> TargetScorer:
-        assert isinstance(loaded, ShardedModel), "all weights of ranks are sharded"
-        return RankScorer(loaded, self._options)
+        return RankScorer(require_sharded(loaded), self._options)
 
     def _make_optimizer(self, loaded: LoadedModel) -> Optimizer:
-        assert isinstance(loaded, ShardedModel), "all weights of ranks are sharded"
-        return RankOptimizer(find_trainable(loaded), self._group, loaded.stored)
+        return RankOptimizer(find_trainable(loaded), self._group, require_sharded(loaded).stored)
 
     def _load_shared(self) -> LoadedModel:
         base = super()._load_shared()
@@ -119,3 +159,9 @@ class RankOptimizer(Optimizer):
         if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             return own
         return math.sqrt(float(self._group.reduce_sum(torch.tensor(own**2, dtype=torch.float64))))
+
+
+def require_sharded(loaded: LoadedModel) -> ShardedModel:
+    """A rank's model as what it is."""
+    assert isinstance(loaded, ShardedModel), "every model of a rank is sharded"
+    return loaded
