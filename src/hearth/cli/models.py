@@ -76,7 +76,7 @@ def deploy(arguments: list[str]) -> int:
                     "choose another with --id"
                 )
             if deployment.max_replica_count == 0:
-                manager.update(id, min_replica_count=1, max_replica_count=1)
+                manager.update(id, min_replica_count=1)
             console.print(f"deployment {id} loads {source}")
             manager.wait_for_ready(id)
         console.print(f"it is ready: hearth chat {id}, or with OpenAI's clients")

@@ -15,7 +15,15 @@ from hearth.control.catalog import read_catalog
 from hearth.exit_codes import exit_code
 from hearth.planning.architecture import LoraPart, read_architecture
 from hearth.planning.memory import GIB, ITEMSIZE
-from hearth.planning.plan import Layout, Plan, PlanRequest, catalog_entry, make_plan
+from hearth.planning.plan import (
+    CATALOG_FILE,
+    Layout,
+    Plan,
+    PlanRequest,
+    catalog_entry,
+    commands,
+    make_plan,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +76,16 @@ def plan(arguments: list[str]) -> int:
         )
         result = make_plan(request)
         if flags.json:
-            text = orjson.dumps(as_json(flags, request, result)).decode()
+            text = orjson.dumps(as_json(flags, source, request, result)).decode()
             Console(soft_wrap=True).print_json(text)
         else:
-            _show(flags, request, result)
+            _show(flags, source, request, result)
 
     return exit_code(run)
 
 
-def as_json(flags: PlanFlags, request: PlanRequest, plan: Plan) -> dict[str, object]:
-    """All that the tables show, in bytes."""
+def as_json(flags: PlanFlags, source: str, request: PlanRequest, plan: Plan) -> dict[str, object]:
+    """All that the tables show, in bytes; ``source`` is the folder or hub id behind the model."""
     model = request.model
     return {
         "model": flags.model,
@@ -88,10 +96,11 @@ def as_json(flags: PlanFlags, request: PlanRequest, plan: Plan) -> dict[str, obj
         "usable_bytes": request.room,
         **asdict(plan),
         "catalog": catalog_entry(flags.model, request, plan.layout) if plan.fits else None,
+        "commands": commands(flags.model, source, request, plan.layout) if plan.fits else [],
     }
 
 
-def _show(flags: PlanFlags, request: PlanRequest, plan: Plan) -> None:
+def _show(flags: PlanFlags, source: str, request: PlanRequest, plan: Plan) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     model, layout = request.model, plan.layout
     console.print(
@@ -114,11 +123,11 @@ def _show(flags: PlanFlags, request: PlanRequest, plan: Plan) -> None:
     for advice in plan.advice:
         console.print(f"  {advice}")
     if plan.fits:
-        console.print("# for a catalog file (hearth serve --catalog FILE, or HEARTH_CATALOG)")
+        console.print(f"# {CATALOG_FILE}, a catalog file")
         console.print(catalog_entry(flags.model, request, layout))
-        console.print(
-            f"# of the recipe: placement={layout.placement!r}, replicas={layout.replicas}"
-        )
+        console.print("# in a shell; more settings: hearth train rl --help")
+        for command in commands(flags.model, source, request, layout):
+            console.print(command)
 
 
 def _describe_layout(layout: Layout) -> str:

@@ -222,7 +222,7 @@ def start(arguments: list[str]) -> int:
             message = f"trainer job {flags.id} starts, from its base weights: a client that resumes"
             message += " it loads its last checkpoint"
         else:
-            flags.open_deployments().update(flags.id, min_replica_count=1, max_replica_count=1)
+            flags.open_deployments().update(flags.id, min_replica_count=1)
             message = f"deployment {flags.id} starts"
         Console().print(f"{message}: hearth ps", highlight=False, soft_wrap=True)
 

@@ -75,6 +75,8 @@ class ShapeEntry:
     """What samples the tokens of a deployment."""
     engine_options: dict[str, Any] | None = None
     """What that engine is told beside the fields above."""
+    replicas: _Positive | None = None
+    """Servers of a deployment that answer side by side."""
 
     @property
     def deployment_shape(self) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import cast
 
+from hearth.control.catalog import ShapeEntry
 from hearth.control.context import Context
 from hearth.control.jobs import Jobs
 from hearth.control.resource_names import check_id, full_name, parse_id
@@ -80,6 +81,9 @@ class Deployments(Resources[Deployment]):
         """
         check_id(deployment_id, "deploymentId")
         request = request.model_copy(update=dict.fromkeys(RESPONSE_FIELDS))
+        if request.max_replica_count is None:
+            replicas = self._default_replicas(request)
+            request = request.model_copy(update={"max_replica_count": replicas})
         spec = self._build_spec(deployment_id, request)
         self._check_replicas(request, spec.engine)
         if request.hot_load_trainer_job:
@@ -89,7 +93,7 @@ class Deployments(Resources[Deployment]):
             if existing is not None:
                 return self._match_existing(existing, request, "deploymentId")
             request = request.model_copy(update={"created_by": creator})
-            has_replica = request.max_replica_count > 0
+            has_replica = count_replicas(request) > 0
             if has_replica:
                 self._check_limit(deployment_id, request)
             state, message = ("CREATING", "") if has_replica else ("READY", SCALED_TO_ZERO)
@@ -100,6 +104,8 @@ class Deployments(Resources[Deployment]):
 
     def patch(self, deployment_id: str, change: DeploymentPatch) -> Deployment:
         """Scale, or attach to another trainer. One that has failed is started again by any change.
+
+        Scaled up without a ``max_replica_count`` it has as many replicas as its shape says.
 
         Another number of replicas starts it again; a process then serves what it served.
 
@@ -126,15 +132,17 @@ class Deployments(Resources[Deployment]):
             self._check_attachable(record.id, change.hot_load_trainer_job)
         before = Deployment.from_dict(record.body)
         after = before.model_copy(update=change.model_dump(exclude_none=True))
-        engine = (
-            self._build_spec(record.id, after).engine if after.max_replica_count > 1 else "embedded"
-        )
+        if change.max_replica_count is None and after.min_replica_count > count_replicas(before):
+            replicas = max(after.min_replica_count, self._default_replicas(before))
+            after = after.model_copy(update={"max_replica_count": replicas})
+        has_several = count_replicas(after) > 1
+        engine = self._build_spec(record.id, after).engine if has_several else "embedded"
         self._check_replicas(after, engine)
-        is_stopped = before.max_replica_count == 0 or record.state == "FAILED"
-        if is_stopped and after.max_replica_count > 0:
+        is_stopped = count_replicas(before) == 0 or record.state == "FAILED"
+        if is_stopped and count_replicas(after) > 0:
             self._check_limit(record.id, after)
         self.records.update(record.id, body=after.as_dict())
-        if after.max_replica_count == 0:
+        if count_replicas(after) == 0:
             self.records.update(record.id, state="READY", message=SCALED_TO_ZERO, worker=None)
             return self.live.take_worker(record.id)
         if is_stopped:
@@ -143,7 +151,7 @@ class Deployments(Resources[Deployment]):
                 self._delete_served_state(record.id)
             self.records.update(record.id, state="UPDATING", message="", worker=None)
             self._start(record.id, after, "UPDATING")
-        elif after.max_replica_count != before.max_replica_count:
+        elif count_replicas(after) != count_replicas(before):
             self.records.update(record.id, state="UPDATING", message="", worker=None)
             return self.live.take_worker(record.id)
         return None
@@ -177,7 +185,7 @@ class Deployments(Resources[Deployment]):
                 )
             untied = body.model_copy(update={"hot_load_trainer_job": None})
             self.records.update(deployment_id, body=untied.as_dict())
-            if body.max_replica_count == 0:
+            if count_replicas(body) == 0:
                 self._delete_served_state(deployment_id)
 
     def delete(self, deployment_id: str) -> None:
@@ -226,7 +234,7 @@ class Deployments(Resources[Deployment]):
         super().recover()
 
     def _recover(self, record: StoredRecord) -> None:
-        if Deployment.from_dict(record.body).max_replica_count > 0:
+        if count_replicas(Deployment.from_dict(record.body)) > 0:
             super()._recover(record)
 
     def _explain_absence(self, record: StoredRecord) -> HearthError:
@@ -237,7 +245,7 @@ class Deployments(Resources[Deployment]):
             )
         if record.state == "DELETING":
             return ClosedError(f"deployment {record.id!r} must be ready, got DELETING")
-        if Deployment.from_dict(record.body).max_replica_count == 0:
+        if count_replicas(Deployment.from_dict(record.body)) == 0:
             return ClosedError(
                 f"deployment {record.id!r} must have a replica, got none: it was stopped, or its "
                 f"run has ended; `hearth start {record.id}` starts it, as does maxReplicaCount 1; "
@@ -248,7 +256,7 @@ class Deployments(Resources[Deployment]):
         )
 
     def _check_replicas(self, body: Deployment, engine: Engine) -> None:
-        least, most = body.min_replica_count, body.max_replica_count
+        least, most = body.min_replica_count, count_replicas(body)
         highest = MOST_REPLICAS if engine == "vllm" else 1
         if not 0 <= least <= most <= highest:
             raise RequestError(
@@ -292,18 +300,9 @@ class Deployments(Resources[Deployment]):
         return f"{self.prefix}{deployment_id}"
 
     def _build_spec(self, id: str, body: Deployment) -> DeploymentSpec:
-        entry = self.find_model(body.base_model)
-        shape = None
-        if body.deployment_shape:
-            shape_name = body.deployment_shape.replace("/deploymentShapes/", "/trainingShapes/")
-            shape = self._context.catalog.find_shape(shape_name)
-            if shape.base_model != body.base_model:
-                raise RequestError(
-                    f"deploymentShape must be one of {body.base_model!r}, got "
-                    f"{body.deployment_shape!r}, which is one of {shape.base_model!r}"
-                )
+        entry, shape = self.find_model(body.base_model), self._find_shape(body)
         values = ExtraValues(body.extra_values or {}, shape)
-        engine = cast("Engine", values.read_choice("engine", ("embedded", "vllm"), "embedded"))
+        engine = cast("Engine", values.read_choice("engine", ("embedded", "vllm")) or "embedded")
         engine_options = values.read_mapping("engine_options")
         self._check_adapters(body.max_adapters or 0, engine)
         lora_rank = values.read_count("lora_rank")
@@ -318,9 +317,9 @@ class Deployments(Resources[Deployment]):
             state_dir=str(self._context.data_dir / "deployments" / id),
             tokenizer=self._read_tokenizer(values),
             engine=engine,
-            replicas=max(1, body.max_replica_count),
+            replicas=max(1, count_replicas(body)),
             engine_options=engine_options,
-            dtype=values.read_choice("dtype", ("float32", "bfloat16"), "float32"),
+            dtype=values.read_choice("dtype", ("float32", "bfloat16")),
             device=values.read_text("device"),
             max_seq_len=values.read_count("max_context_length", MOST_CONTEXT)
             or min_context_length(shape, entry),
@@ -329,6 +328,29 @@ class Deployments(Resources[Deployment]):
             threads=values.read_count("threads", MOST_THREADS) or self._context.deployment_threads,
             trust_remote_code=entry.trust_remote_code,
         )
+
+    def _find_shape(self, body: Deployment) -> ShapeEntry | None:
+        """The shape that a deployment names.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            RequestError: it is one of another model.
+        """
+        if not body.deployment_shape:
+            return None
+        name = body.deployment_shape.replace("/deploymentShapes/", "/trainingShapes/")
+        shape = self._context.catalog.find_shape(name)
+        if shape.base_model != body.base_model:
+            raise RequestError(
+                f"deploymentShape must be one of {body.base_model!r}, got "
+                f"{body.deployment_shape!r}, which is one of {shape.base_model!r}"
+            )
+        return shape
+
+    def _default_replicas(self, body: Deployment) -> int:
+        """How many replicas a deployment has where a request does not say."""
+        shape = self._find_shape(body)
+        return (shape.replicas if shape is not None else None) or 1
 
     def _delete_served_state(self, deployment_id: str) -> None:
         state = self._context.data_dir / "deployments" / deployment_id / SERVING_FILE
@@ -356,3 +378,8 @@ class Deployments(Resources[Deployment]):
         self._deaths[id] = deaths
         if moved:
             self._start(id, Deployment.from_dict(self._get_record(id).body), "UPDATING")
+
+
+def count_replicas(body: Deployment) -> int:
+    """The replicas that a deployment is to have; its record always says how many."""
+    return 1 if body.max_replica_count is None else body.max_replica_count

@@ -216,7 +216,7 @@ class Jobs(Resources[TrainerJob]):
             ranks=ranks,
             rank_timeout_s=values.read_count("rank_timeout_s") or 300,
             offload_optimizer=values.read_flag("offload_optimizer"),
-            dtype=values.read_choice("dtype", ("float32", "bfloat16"), "float32"),
+            dtype=values.read_choice("dtype", ("float32", "bfloat16")),
             device=values.read_text("device"),
             max_seq_len=body.training_config.max_context_length,
             micro_batch_tokens=values.read_count("micro_batch_tokens") or 16384,

@@ -54,10 +54,10 @@ class ExtraValues:
             raise RequestError(f"extraValues.{name} must be a text, got {quote(value)}")
         return value
 
-    def read_choice(self, name: str, among: tuple[str, ...], default: str) -> str:
-        """One of a few texts."""
-        value = self.read_text(name) or default
-        if value not in among:
+    def read_choice(self, name: str, among: tuple[str, ...]) -> str | None:
+        """One of a few texts, or None where nothing is given."""
+        value = self.read_text(name) or None
+        if value is not None and value not in among:
             raise RequestError(
                 f"extraValues.{name} must be one of {list(among)}, got {value[:80]!r}"
             )

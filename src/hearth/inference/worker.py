@@ -5,12 +5,13 @@ A forkserver imports this module before it forks such processes, and with it all
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from starlette.applications import Starlette
 
@@ -25,11 +26,13 @@ from hearth.inference.vllm.backend import VllmBackend
 from hearth.inference.vllm.model import read_facts
 from hearth.inference.vllm.options import read_options
 from hearth.inference.vllm.server import ServerPlan, write_plugin
-from hearth.models.loading import best_device, load_model, load_tokenizer
+from hearth.models.loading import best_device, choose_dtype, load_model, load_tokenizer
 from hearth.models.vocabulary import check_tokenizer
 from hearth.settings import vllm_python
 from hearth.sidecars import Sidecars
 from hearth.sync.store import Buckets, SnapshotStore, open_buckets
+
+logger = logging.getLogger(__name__)
 
 OnPhase = Callable[[str], None]
 
@@ -50,12 +53,20 @@ class DeploymentOptions:
     replicas: int
     engine_options: Mapping[str, Any]
     dtype: str
-    device: str | None
-    """None takes a GPU where there is one."""
+    device: str
     max_seq_len: int | None
     max_batch_size: int
     max_adapters: int
     trust_remote_code: bool
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """The options of a launcher's values.
+
+        ``device`` None takes a GPU where there is one, ``dtype`` None the device's fast one.
+        """
+        device = values["device"] or best_device()
+        return cls(**{**values, "device": device, "dtype": choose_dtype(values["dtype"], device)})
 
     def load_tokenizer(self) -> Any:
         """The tokenizer, checked against the model's vocabulary."""
@@ -76,7 +87,8 @@ def build(
         ConfigError: the model cannot be loaded or served, the tokenizer is another model's, an
             engine option breaks its rule, or vLLM does not start.
     """
-    options = DeploymentOptions(**values)
+    options = DeploymentOptions.from_values(values)
+    logger.info("the deployment computes in %s on %s", options.dtype, options.device)
     if options.engine == "vllm":
         on_phase("starting vLLM")
         backend = _start_vllm(options, sidecars)
@@ -101,7 +113,7 @@ def _start_embedded(options: DeploymentOptions) -> InferenceEngine:
         options.source,
         name=options.base_model,
         dtype=options.dtype,
-        device=options.device or best_device(),
+        device=options.device,
         trust_remote_code=options.trust_remote_code,
     )
     return InferenceEngine(
@@ -128,7 +140,7 @@ def _start_vllm(options: DeploymentOptions, sidecars: Sidecars) -> VllmBackend:
         dtype=options.dtype,
         max_seq_len=options.max_seq_len or min(facts.max_position, LONGEST_DEFAULT),
         max_batch_size=options.max_batch_size,
-        is_cpu=(options.device or best_device()).startswith("cpu"),
+        is_cpu=options.device.startswith("cpu"),
         trust_remote_code=trust,
         options=vllm_options,
     )

@@ -42,7 +42,8 @@ class TrainerSpec:
     """How long a rank may keep the others waiting before the trainer is given up."""
     offload_optimizer: bool = False
     """Keep the parts of weights, gradients and moments in the host's memory between uses."""
-    dtype: str = "float32"
+    dtype: str | None = None
+    """None is bfloat16 on a GPU and float32 on a CPU."""
     device: str | None = None
     """None takes the GPU where there is one."""
     max_seq_len: int | None = None
@@ -86,7 +87,8 @@ class DeploymentSpec:
     """Servers that answer side by side."""
     engine_options: Mapping[str, Any] = field(default_factory=lambda: {})
     """Further settings of the engine; JSON values."""
-    dtype: str = "float32"
+    dtype: str | None = None
+    """As ``TrainerSpec`` has it."""
     device: str | None = None
     max_seq_len: int | None = None
     max_batch_size: int = 64

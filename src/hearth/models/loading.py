@@ -416,3 +416,10 @@ def _first_line(error: BaseException) -> str:
 def best_device() -> str:
     """``cuda`` where there is a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose_dtype(dtype: str | None, device: str) -> str:
+    """``dtype``, or where it is None the fast one of a device: bfloat16 of a GPU, else float32."""
+    if dtype is not None:
+        return dtype
+    return "bfloat16" if device.startswith("cuda") else "float32"

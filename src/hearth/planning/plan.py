@@ -6,7 +6,8 @@ deployment's replicas, so that neither waits long for the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -163,11 +164,11 @@ def shape_name(model: str, request: PlanRequest) -> str:
 def catalog_entry(model: str, request: PlanRequest, layout: Layout) -> str:
     """TOML for a catalog file: the shape of the trainer and of the deployment that goes with it.
 
-    ``model`` is the ``base_model`` of requests.
+    ``model`` is the ``base_model`` of requests. A reference that is a trainer of its own has a
+    shape too.
     """
-    trainer = layout.trainer
+    trainer, name = layout.trainer, shape_name(model, request)
     mode = "POLICY_TRAINER" if trainer.lora_rank is None else "LORA_TRAINER"
-    splits = layout.replica.gpus
     fields: dict[str, str | int | None] = {
         "base_model": model,
         "trainer_mode": mode,
@@ -177,15 +178,57 @@ def catalog_entry(model: str, request: PlanRequest, layout: Layout) -> str:
         "offload_optimizer": trainer.offload_optimizer or None,
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "recompute_above": trainer.recompute_above,
-        "engine": layout.replica.engine,
     }
-    lines = [f'[shapes."{shape_name(model, request)}"]']
-    for name, value in fields.items():
-        if value is not None:
-            lines.append(f"{name} = {_format_value(value)}")
-    if splits > 1:
-        lines.append(f"engine_options = {{ tensor_parallel_size = {splits} }}")
-    return "\n".join(lines) + "\n"
+    served: dict[str, str | int | None] = {
+        "engine": layout.replica.engine,
+        "replicas": layout.replicas,
+    }
+    entry = _format_shape(name, fields | served)
+    if layout.replica.gpus > 1:
+        entry += f"engine_options = {{ tensor_parallel_size = {layout.replica.gpus} }}\n"
+    if _has_reference_trainer(request):
+        fields |= {"trainer_mode": "FORWARD_ONLY", "recompute_above": None}
+        entry += "\n" + _format_shape(f"{name}-reference", fields)
+    return entry
+
+
+def _format_shape(name: str, fields: Mapping[str, str | int | None]) -> str:
+    given = [f"{key} = {_format_value(value)}\n" for key, value in fields.items() if value]
+    return f'[shapes."{name}"]\n' + "".join(given)
+
+
+def _has_reference_trainer(request: PlanRequest) -> bool:
+    """Whether the reference is a trainer of its own; an adapter's is its base."""
+    return request.has_reference and request.lora_rank is None
+
+
+CATALOG_FILE = "shapes.toml"
+
+
+def commands(model: str, source: str, request: PlanRequest, layout: Layout) -> list[str]:
+    """What serves the shape, whose TOML is in ``CATALOG_FILE``, and trains on it, in a shell.
+
+    ``source`` is the folder or hub id behind ``model``: prompts are tokenized with it.
+    """
+    name = shape_name(model, request)
+    train = ["hearth", "train", "rl", "--base-model", model]
+    if model.startswith("accounts/"):
+        train += ["--deployment.tokenizer-model", source]
+    train += ["--max-seq-len", str(request.context)]
+    if request.lora_rank is not None:
+        train += ["--lora-rank", str(request.lora_rank), "--lora-targets", *request.lora_targets]
+    if not request.has_reference:
+        train += ["--kl-beta", "0"]
+    train += ["--trainer.training-shape-id", name]
+    if _has_reference_trainer(request):
+        train += ["--trainer.reference-training-shape-id", f"{name}-reference"]
+    if layout.placement == "inline":
+        return [f"export HEARTH_CATALOG={CATALOG_FILE}", shlex.join(train)]
+    return [
+        f"hearth serve --catalog {CATALOG_FILE} --placement {layout.placement}",
+        "export HEARTH_URL=http://127.0.0.1:8000 HEARTH_API_KEY=x   # in another terminal",
+        shlex.join(train),
+    ]
 
 
 def find_best_layout(request: PlanRequest) -> Layout | None:

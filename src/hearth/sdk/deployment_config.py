@@ -23,7 +23,8 @@ class DeploymentConfig:
     deployment_shape: str | None = None
     region: str | None = None
     min_replica_count: int = 1
-    max_replica_count: int = 1
+    max_replica_count: int | None = None
+    """None leaves it to the deployment's shape, which has 1 where it does not say."""
     hot_load_bucket_type: str = "FW_HOSTED"
     hot_load_trainer_job: str | None = None
     hot_load_transition_type: str | None = None
@@ -52,10 +53,11 @@ class DeploymentConfig:
             )
         if not self.base_model:
             raise ConfigError("base_model must be a model's name, got ''")
-        if not 0 <= self.min_replica_count <= self.max_replica_count:
+        most = self.max_replica_count
+        if self.min_replica_count < 0 or (most is not None and self.min_replica_count > most):
             raise ConfigError(
                 "min_replica_count must be within 0 and max_replica_count, got "
-                f"{self.min_replica_count} and {self.max_replica_count}"
+                f"{self.min_replica_count} and {most}"
             )
         if self.deployment_shape and self.accelerator_type:
             raise ConfigError(
@@ -138,7 +140,8 @@ class DeploymentInfo:
     def from_record(cls, record: Deployment, name: str) -> DeploymentInfo:
         """The description in a record; ``name`` where the record has none."""
         transition = record.hot_load_transition_type
-        given = {field.name: getattr(record, field.name) for field in fields(cls)}
+        values = {field.name: getattr(record, field.name) for field in fields(cls)}
+        given = {name: value for name, value in values.items() if value is not None}
         if transition and transition.endswith("UNSPECIFIED"):
             given["hot_load_transition_type"] = None
         return cls(**{**given, "name": record.name or name})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hearth.errors import ConfigError, NotFoundError, RequestError
-from hearth.models.loading import best_device
+from hearth.models.loading import best_device, choose_dtype
 from hearth.sync.manifest import check_name
 from hearth.sync.store import Buckets, SnapshotStore, open_buckets
 
@@ -107,8 +107,12 @@ class TrainerWorkerOptions(TrainerOptions):
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
-        """The options of a launcher's values; ``device`` None takes a GPU where there is one."""
-        return cls(**{**values, "device": values["device"] or best_device()})
+        """The options of a launcher's values.
+
+        ``device`` None takes a GPU where there is one, ``dtype`` None the device's fast one.
+        """
+        device = values["device"] or best_device()
+        return cls(**{**values, "device": device, "dtype": choose_dtype(values["dtype"], device)})
 
     def engine_arguments(self) -> dict[str, Any]:
         """The keyword arguments of a ``TrainerEngine`` with these options."""

@@ -5,6 +5,7 @@ A forkserver imports this module before it forks such processes, and with it all
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.ranks.start import start_ranks
 from hearth.trainer.service import create_app
 
+logger = logging.getLogger(__name__)
+
 OnPhase = Callable[[str], None]
 
 
@@ -37,6 +40,7 @@ def build(
         ConfigError: the model cannot be loaded, or an option breaks its rule.
     """
     options = TrainerWorkerOptions.from_values(values)
+    logger.info("the trainer computes in %s on %s", options.dtype, options.device)
     if options.ranks > 1 and not isinstance(options.buckets, str):
         raise ConfigError(
             f"ranks must be 1 with the inline placement, got {options.ranks}: a process group does "

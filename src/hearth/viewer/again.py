@@ -130,7 +130,7 @@ def _start_engine(config: dict[str, Any], place: WeightsPlace) -> InferenceEngin
     loaded = load_model(
         place.folder if place.kind == "model" and place.folder else base,
         name=config["base_model"],
-        dtype=config["trainer"]["dtype"],
+        dtype=config["trainer"]["dtype"] or "float32",
         trust_remote_code=trust,
     )
     tokenizer = load_tokenizer(deployment["tokenizer_model"] or base, trust_remote_code=trust)

@@ -259,7 +259,8 @@ class Deployment(WorkerResource):
     description: str | None = None
     display_name: str | None = None
     min_replica_count: int = 1
-    max_replica_count: int = 1
+    max_replica_count: int | None = None
+    """Absent in a request, it is the shape's number of replicas, or 1."""
     enable_hot_load: bool = True
     for_training: bool = False
     hot_load_bucket_type: str | None = None
@@ -272,11 +273,15 @@ class Deployment(WorkerResource):
     max_adapters: int | None = None
     """Ours: how many LoRA adapters that requests name are in memory; absent or 0 refuses them."""
     extra_values: dict[str, Any] | None = None
-    """Ours: ``dtype``, ``device``, ``max_batch_size``, ``max_context_length``, ``tokenizer``."""
+    """Ours: ``dtype``, ``device``, ``max_batch_size``, ``max_context_length``, ``tokenizer``,
+    ``engine``, ``engine_options``, ``lora_rank``, ``threads``."""
 
 
 class DeploymentPatch(Resource):
-    """What a PATCH may change; absent fields stay."""
+    """What a PATCH may change; absent fields stay.
+
+    With ``min_replica_count`` alone a stopped deployment gets its shape's number of replicas.
+    """
 
     min_replica_count: int | None = None
     max_replica_count: int | None = None

@@ -112,32 +112,31 @@ class TrainerConfig:
     """An existing reference trainer to attach to."""
     timeout_s: float = DefaultFloat(3600.0)
     """Seconds until a trainer must be ready."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights in trainer and deployment."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Number format of the weights in trainer and deployment. None takes the shape's, or bfloat16
+    on a GPU and float32 on a CPU."""
     device: str | None = None
     """``cpu``, ``cuda`` or ``cuda:N``, of trainers and deployment; None takes a GPU where there is
     one (docs/scale.md)."""
-    micro_batch_tokens: int = 16384
-    """Padded tokens of one forward and backward pass."""
+    micro_batch_tokens: int | None = None
+    """Padded tokens of one forward and backward pass; None takes the shape's, or 16384."""
     recompute_above: int | None = None
     """Passes of more tokens than this compute activations again in their backward pass instead of
-    keeping them (activation checkpointing): slower, in less memory. None never does."""
-    ranks: int = 1
+    keeping them (activation checkpointing): slower, in less memory. None takes the shape's, or
+    never does."""
+    ranks: int | None = None
     """Processes that share each trainer's weights (FSDP2); more than one needs
-    ``placement="process"``, ``"ray"`` or a served platform."""
+    ``placement="process"``, ``"ray"`` or a served platform. None takes the shape's, or 1."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Hearth's own settings of a trainer job, where they are given.
-
-        ``ranks`` is left out where it is 1, so that older runs still find their jobs.
-        """
+        """Hearth's own settings of a trainer job, where they are given; a shape has the others."""
         options = {
             "dtype": self.dtype,
             "device": self.device,
             "micro_batch_tokens": self.micro_batch_tokens,
             "recompute_above": self.recompute_above,
-            "ranks": self.ranks if self.ranks > 1 else None,
+            "ranks": self.ranks,
         }
         return {name: value for name, value in options.items() if value is not None}
 
@@ -163,7 +162,7 @@ class DeployConfig(TokenizerConfig):
     deployment_id: str | None = None
     """Name of the deployment; None makes one up."""
     deployment_shape: str | None = None
-    """Shape of the deployment; None picks one."""
+    """Shape of the deployment; None takes the one that goes with the policy trainer's."""
     deployment_region: str | None = None
     """A label: deployments run where the platform runs."""
     hot_load_trainer_job: str | None = None
@@ -180,8 +179,9 @@ class DeployConfig(TokenizerConfig):
     """What samples the tokens; None takes the shape's, or Hearth's own engine."""
     engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """What that engine is told beside these fields (docs/serving.md)."""
-    replicas: int = 1
-    """Servers that answer side by side; more than one needs ``engine="vllm"``."""
+    replicas: int | None = None
+    """Servers that answer side by side; more than one needs ``engine="vllm"``. None takes the
+    shape's, or 1."""
 
 
 @dataclass(kw_only=True)

@@ -159,7 +159,8 @@ def _platform_problems(config: RecipeConfig) -> Iterator[str]:
         }
     for part, settings in parts:
         for name in counts.get(part, ()):
-            if (count := getattr(settings, name)) < 1:
+            count = getattr(settings, name)
+            if count is not None and count < 1:
                 yield f"{part}.{name} must be >= 1, got {count}"
         for name in times[part]:
             if not (seconds := getattr(settings, name)) > 0:

@@ -182,8 +182,13 @@ def create_trainer_job(
     return trainers.wait_for_ready(created.job_id, infra.trainer_timeout_s)
 
 
-def deployment_config(spec: InfraSpec, trainer_job: str | None = None) -> DeploymentConfig:
+def deployment_config(
+    spec: InfraSpec, trainer_job: str | None = None, shape: str | None = None
+) -> DeploymentConfig:
     """The deployment to ask for; it serves the snapshots of ``trainer_job`` where one is given.
+
+    ``shape`` is the deployment shape where the spec names none. What the spec leaves open, the
+    shape decides.
 
     Raises:
         ConfigError: ``tokenizer_model`` is missing, ``replicas`` is below 1, or there is no such
@@ -201,7 +206,7 @@ def deployment_config(spec: InfraSpec, trainer_job: str | None = None) -> Deploy
             "deployment.tokenizer_model must be a tokenizer's folder or hub id, got '': prompts "
             "are tokenized on the client"
         )
-    if deployment.replicas < 1:
+    if deployment.replicas is not None and deployment.replicas < 1:
         raise ConfigError(f"deployment.replicas must be >= 1, got {deployment.replicas}")
     own_values = {
         "engine": deployment.engine,
@@ -211,7 +216,7 @@ def deployment_config(spec: InfraSpec, trainer_job: str | None = None) -> Deploy
     return DeploymentConfig(
         deployment_id=spec.deployment_id,
         base_model=spec.base_model,
-        deployment_shape=deployment.deployment_shape,
+        deployment_shape=deployment.deployment_shape or shape,
         hot_load_trainer_job=trainer_job or deployment.hot_load_trainer_job,
         region=deployment.deployment_region,
         max_batch_size=deployment.max_batch_size,
@@ -333,7 +338,9 @@ class Provisioner:
                 if part == "deployment":
                     # The policy's job is known by now, unless the deployment comes first.
                     policy = jobs.get("policy")
-                    deployment = self._request_deployment(policy.job_name if policy else None)
+                    deployment = self._request_deployment(
+                        policy.job_name if policy else None, shapes["policy"]
+                    )
                 else:
                     job = existing[part]
                     jobs[part] = job.job if job else self._request_trainer(part, shapes[part])
@@ -393,12 +400,16 @@ class Provisioner:
         )
         return request_trainer_job(self.trainers, spec.infra, job, self.cleanup)
 
-    def _request_deployment(self, trainer_job: str | None) -> DeploymentInfo:
+    def _request_deployment(
+        self, trainer_job: str | None, profile: TrainingShapeProfile | None
+    ) -> DeploymentInfo:
         spec = self.spec
         assert self.deployments is not None, "checked by build_infra"
         info = request_deployment(
             self.deployments,
-            deployment_config(spec, trainer_job),
+            deployment_config(
+                spec, trainer_job, profile.deployment_shape_version if profile is not None else None
+            ),
             cleanup=self.cleanup,
             is_own_id=spec.deployment.deployment_id is None,
         )

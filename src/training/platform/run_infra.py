@@ -92,7 +92,7 @@ def check_platform(config: RecipeConfig) -> None:
             f"trainer.job_id must name a job of a served platform, got {trainer.job_id!r} and no "
             f"{URL_VARIABLE}: the embedded platform starts empty"
         )
-    if trainer.ranks > 1 and config.placement == "inline":
+    if (trainer.ranks or 1) > 1 and config.placement == "inline":
         raise ConfigError(
             f"trainer.ranks must be 1 with placement='inline', got {trainer.ranks}: a process "
             "group does not belong into the recipe's process; use placement='process'"

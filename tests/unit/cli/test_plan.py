@@ -26,10 +26,23 @@ def test_a_plan_says_who_gets_which_gpus_and_gives_the_shape(folder, capsys):
     shown = capsys.readouterr().out
     assert "8,190,735,360 parameters, 8,190,735,360 trained" in shown
     assert "fits 8 x 80 GiB at 8,192 tokens" in shown
-    shape = tomllib.loads(shown[shown.index("# for a catalog") :].rsplit("# of the recipe", 1)[0])
+    shape = tomllib.loads(shown[shown.index("# shapes.toml") :].rsplit("# in a shell", 1)[0])
     (values,) = shape["shapes"].values()
     assert values["base_model"] == str(folder)
     assert values["ranks"] >= 3
+    assert values["ranks"] + values["replicas"] == 8
+
+
+def test_a_registered_models_prompts_are_tokenized_with_its_source(folder, capsys, monkeypatch):
+    catalog = folder.with_name("catalog.toml")
+    name = "accounts/mine/models/m"
+    catalog.write_text(f'[models."{name}"]\nsource = {str(folder)!r}\n')
+    monkeypatch.setenv("HEARTH_CATALOG", str(catalog))
+
+    assert plan(["--model", name, "--gpus", "8", "--context", "8192", "--json"]) == 0
+
+    *_, train = json.loads(capsys.readouterr().out)["commands"]
+    assert f"--base-model {name} --deployment.tokenizer-model {folder} " in train
 
 
 def test_a_plan_as_json_has_bytes(folder, capsys):

@@ -4,7 +4,9 @@ import threading
 import time
 
 import pytest
+from tests.unit.control.conftest import PlatformClient
 
+from hearth.control.catalog import read_catalog
 from hearth.control.deployments import MOST_RESTARTS, RESTART_WINDOW_S, Deployments
 from hearth.errors import StorageError
 from hearth.wire.fireworks import Deployment, DeploymentPatch
@@ -418,6 +420,68 @@ async def test_a_deployments_shape_gives_its_length_and_must_be_of_its_model(ask
 
     assert status == 200
     assert script.last("d").spec.max_seq_len == 40960
+
+
+SHAPED = """
+[shapes."accounts/me/trainingShapes/two"]
+base_model = {base!r}
+dtype = "bfloat16"
+engine = "vllm"
+engine_options = {{ tensor_parallel_size = 2, drain = "abort" }}
+replicas = 2
+"""
+
+
+@pytest.fixture
+async def ask_shaped(make_plane, script, base, tmp_path):
+    """A platform whose catalog has a shape of vLLM with two replicas."""
+    path = tmp_path / "shapes.toml"
+    path.write_text(SHAPED.format(base=base))
+    asked = PlatformClient(make_plane(script, "sqlite://", catalog=read_catalog(path)))
+    yield asked
+    await asked.close()
+
+
+SHAPE = {"deploymentShape": "accounts/me/deploymentShapes/two/versions/1"}
+
+
+async def test_a_shape_decides_what_a_request_leaves_open(ask_shaped, script, base):
+    body = {"baseModel": base} | SHAPE
+
+    status, content = await ask_shaped("POST", CREATE, body)
+    assert (status, content["maxReplicaCount"]) == (200, 2)
+    spec = script.last("d").spec
+    assert (spec.engine, spec.replicas, spec.dtype) == ("vllm", 2, "bfloat16")
+    assert spec.engine_options == {"tensor_parallel_size": 2, "drain": "abort"}
+    assert (await ask_shaped("POST", CREATE, body))[0] == 200  # asked for likewise
+
+    own = {"engine_options": {"drain": "wait"}, "dtype": "float32"}
+    body |= {"maxReplicaCount": 3, "extraValues": own}
+    await ask_shaped("POST", CREATE.replace("=d", "=e"), body)
+    spec = script.last("e").spec
+    assert (spec.engine, spec.replicas, spec.dtype) == ("vllm", 3, "float32")
+    assert spec.engine_options == {"tensor_parallel_size": 2, "drain": "wait"}
+
+
+async def test_started_again_it_has_the_replicas_of_its_shape(ask_shaped, script, base):
+    await ask_shaped("POST", CREATE, {"baseModel": base} | SHAPE)
+    script.last("d").starts()
+    await ask_shaped("PATCH", f"{DEPLOYMENTS}/d", NO_REPLICA)
+
+    _, content = await ask_shaped("PATCH", f"{DEPLOYMENTS}/d", {"minReplicaCount": 1})
+
+    assert (content["state"], content["maxReplicaCount"]) == ("UPDATING", 2)
+    assert script.last("d").spec.replicas == 2
+
+
+async def test_a_deployment_without_shape_has_one_replica_and_the_dtype_of_its_device(
+    ask, script, base
+):
+    _, content = await ask("POST", CREATE, {"baseModel": base})
+
+    assert content["maxReplicaCount"] == 1
+    spec = script.last("d").spec
+    assert (spec.engine, spec.replicas, spec.dtype) == ("embedded", 1, None)
 
 
 async def test_extra_values_reach_the_deployment(ask, script, base):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hearth.errors import ConfigError, EngineError
 from hearth.models.loading import (
     base_tensors,
+    choose_dtype,
     export_pretrained,
     load_base_tensors,
     load_model,
@@ -213,3 +214,17 @@ class OwnTokenizer(PreTrainedTokenizerFast): pass
 
     assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "OwnTokenizer"
     assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        (None, "cuda", "bfloat16"),
+        (None, "cuda:1", "bfloat16"),
+        (None, "cpu", "float32"),
+        ("float32", "cuda", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_weights_are_bfloat16_on_a_gpu_where_nobody_says(dtype, device, expected):
+    assert choose_dtype(dtype, device) == expected

@@ -58,7 +58,6 @@ def test_a_deployment_is_made_where_there_is_none(peer, answer, manager, deploym
     expected = {
         "baseModel": BASE,
         "minReplicaCount": 1,
-        "maxReplicaCount": 1,
         "enableHotLoad": True,
         "forTraining": True,
         "hotLoadBucketType": "FW_HOSTED",
@@ -121,7 +120,7 @@ def test_a_create_that_got_no_answer_is_sent_again_and_finds_its_own_deployment(
     [
         ({"deployment_id": "Grpo_Serving"}, "deployment_id must be 1 to 63"),
         ({"base_model": ""}, "base_model must be"),
-        ({"min_replica_count": 2}, "min_replica_count must be within"),
+        ({"min_replica_count": 2, "max_replica_count": 1}, "min_replica_count must be within"),
         ({"deployment_shape": "s", "accelerator_type": "a"}, "'a' and 's'"),
         ({"hot_load_transition_type": "NOW"}, "'ASYNC' or 'SYNC', got 'NOW'"),
     ],

@@ -47,7 +47,7 @@ from hearth.launch.ray.cluster import (
     write_probe,
 )
 from hearth.launch.ray.host import HostFacts, WorkerHost, WorkerPlan, read_report
-from hearth.launch.ray.placing import Place, places_of, shortage
+from hearth.launch.ray.placing import Place, device_of, places_of, shortage
 from hearth.launch.ray.sidecars import hearth_variables
 from hearth.launch.ray.snapshot_actor import SnapshotActor, buckets_through
 from hearth.launch.records import WorkerFolder, last_lines
@@ -310,6 +310,7 @@ class RayLauncher(BaseLauncher[RayWorker]):
 
     def _plan(self, worker: RayWorker, places: Sequence[Place]) -> WorkerPlan:
         task = self._make_task(worker.spec.worker_id, worker.spec)
+        task.arguments["device"] = device_of(worker.spec, places)
         return WorkerPlan(
             task=task,
             places=tuple(places),

@@ -42,6 +42,16 @@ def places_of(spec: WorkerSpec, *, has_gpus: bool) -> list[Place]:
     return [Place("worker", 1.0), *servers]
 
 
+def device_of(spec: WorkerSpec, places: Sequence[Place]) -> str | None:
+    """The device of a worker that has ``places``.
+
+    Where only its sidecars have GPUs, as those of vLLM, the worker's own process sees none.
+    """
+    if spec.device is None and any(place.gpus for place in places):
+        return "cuda"
+    return spec.device
+
+
 def shortage(
     places: Sequence[Place], nodes: Sequence[Node], free: Mapping[str, float], waited_s: float
 ) -> str:

@@ -9,7 +9,7 @@ import torch
 from hearth.errors import ConfigError, EngineError, ForwardOnlyError, NotFoundError
 from hearth.sdk import DeploymentSampler, TrainingShapeProfile, WeightSyncer
 from training.quickstart import MODEL
-from training.utils import InfraConfig, WeightSyncScope
+from training.utils import InfraConfig, TrainerConfig, WeightSyncScope
 from training.utils.rl import build_grpo_datums, make_grpo_loss_fn
 
 BASE = str(MODEL)
@@ -215,6 +215,29 @@ def test_a_shape_is_looked_for_only_where_none_is_given(named, stage, is_given, 
     assert asked.query["trainingShape"].startswith(f"{shape}/versions/")
 
 
+def test_a_deployment_has_the_shape_of_its_policy_and_is_asked_for_nothing_else(named, stage):
+    shape = "accounts/me/trainingShapes/tiny-lora"
+    with stage.provision(
+        base_model=TINY,
+        lora_rank=4,
+        needs_inference=True,
+        infra_cfg=InfraConfig(training_shape_id=shape),
+        extra_values=TrainerConfig().options,
+    ) as infra:
+        assert infra.deployment_shape == "accounts/me/deploymentShapes/tiny-lora/versions/1"
+
+    (job,) = stage.wire.requests(f"POST {JOBS}$")
+    assert "extraValues" not in job.body
+    (deployment,) = stage.wire.requests(f"POST {DEPLOYMENTS}$")
+    assert "maxReplicaCount" not in deployment.body
+    assert deployment.body["extraValues"].keys() == {
+        "lora_rank",
+        "max_batch_size",
+        "max_context_length",
+        "tokenizer",
+    }
+
+
 def test_whoever_chooses_the_hardware_has_no_shape_chosen(named, stage):
     with stage.provision(base_model=TINY, infra_cfg=InfraConfig(accelerator_count=1)) as infra:
         pass
@@ -303,7 +326,6 @@ def test_a_deployment_at_zero_is_scaled_up_and_attached_in_one_request(stage):
     first, last = stage.wire.requests(f"PATCH {DEPLOYMENTS}/serving")
     assert first.body == {
         "minReplicaCount": 1,
-        "maxReplicaCount": 1,
         "hotLoadTrainerJob": "accounts/me/rlorTrainerJobs/rl-policy-1",
     }
     assert last.body == {"minReplicaCount": 0, "maxReplicaCount": 0}
