@@ -36,6 +36,8 @@ _ATTENTION_NAME = re.compile(
     "|w[qkvo]"
 )
 _ATTENTION_BLOCKS = ("attn", "attention")
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Parameters that hold all experts of a layer."""
 
 
 def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
@@ -100,19 +102,29 @@ def detach_lora(loaded: LoadedModel) -> None:
 def target_modules(module: nn.Module, options: LoraOptions) -> list[str]:
     """Full names of the linear layers that ``options`` adapts.
 
+    Of a mixture of experts these are none of an MLP: its experts are no linear layers, and PEFT
+    takes the names of the others (a dense layer's, a shared expert's) for those of the experts.
+
     Raises:
         ConfigError: there are none.
     """
+    is_mixture = has_experts(module)
     wanted: dict[Part, bool] = {
         "attn": options.train_attn,
-        "mlp": options.train_mlp,
+        "mlp": options.train_mlp and not is_mixture,
         "unembed": options.train_unembed,
     }
     targets = [name for name, part in linear_parts(module).items() if wanted[part]]
     if not targets:
-        parts = [part for part, is_wanted in wanted.items() if is_wanted]
-        raise ConfigError(f"lora must find linear layers of {parts}, got none in this model")
+        parts = [part for part in wanted if getattr(options, f"train_{part}")]
+        why = ", a mixture of experts: train attn or unembed" if is_mixture else ""
+        raise ConfigError(f"lora must find linear layers of {parts}, got none in this model{why}")
     return targets
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether the module has layers whose experts are one tensor."""
+    return any(name.rpartition(".")[2] in EXPERT_WEIGHTS for name, _ in module.named_parameters())
 
 
 def linear_parts(module: Any) -> dict[str, Part]:
@@ -196,11 +208,14 @@ def write_adapter(loaded: LoadedModel, folder: Path) -> None:
     tensors = adapter_tensors(loaded)
     module: Any = loaded.module
     config = module.peft_config[_ADAPTER].to_dict()
-    config["target_modules"] = sorted(config["target_modules"])
+    # PEFT makes sets of lists, and takes no text in the place of either.
+    for name, value in config.items():
+        if isinstance(value, set):
+            config[name] = sorted(value) or None
     config["base_model_name_or_path"] = loaded.source
     config["inference_mode"] = True
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config, indent=2, sort_keys=True, default=str)
+    text = json.dumps(config, indent=2, sort_keys=True)
     (folder / _CONFIG_FILE).write_text(text, encoding="utf-8")
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(arrays, folder / _WEIGHTS_FILE, metadata={"format": "pt"})

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from tests.unit.tiny import shake
+from tests.unit.architectures import make_config
+from tests.unit.tiny import make_decoder, shake
 from transformers import AutoModelForCausalLM
 
 from hearth.errors import ConfigError, EngineError
@@ -223,3 +224,18 @@ def test_options_survive_a_snapshots_metadata() -> None:
     options = LoraOptions(rank=4, alpha=16.0, seed=3, train_unembed=True)
 
     assert LoraOptions.from_metadata(json.loads(json.dumps(options.as_metadata()))) == options
+
+
+def test_of_a_mixture_attention_and_head_are_adapted_and_no_expert() -> None:
+    # With a dense layer, whose names PEFT would take for those of the experts.
+    module = make_decoder(make_config("qwen3_moe"))
+
+    found = target_modules(module, LoraOptions(rank=1, train_unembed=True))
+
+    assert len(found) == 2 * 4 + 1
+    assert {name.rpartition(".")[2] for name in found} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        "lm_head",
+    }
+    with pytest.raises(ConfigError, match="a mixture of experts: train attn or unembed"):
+        target_modules(module, LoraOptions(rank=1, train_attn=False))
