@@ -343,13 +343,9 @@ def _note_recovery(faults: Sequence[Fault], steps: int, now_s: float, *, is_over
 
 
 def _leave_counts(records: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Records without what counts from the start of a process: versions and accepted samples."""
+    """Records without what counts from the start of a deployment: versions."""
     return [
-        {
-            name: value
-            for name, value in record.items()
-            if "version" not in name and name != "async/accepted_samples"
-        }
+        {name: value for name, value in record.items() if "version" not in name}
         for record in records
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from training.config.json_flag import JsonObject
 from training.config.rl import RLConfig
 
 SAMPLER_RATIO = frozenset({"importance_sampling", "reinforce"})
@@ -50,8 +51,8 @@ class AsyncConfig(RLConfig):
     alone."""
     rollout_worker_count: int = 4
     """How many such processes there are, of one CPU each; a process has many rollouts running."""
-    rollout_extras: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Plain values that the rollout function finds in ``setup.extras``."""
+    rollout_extras: JsonObject = field(default_factory=dict[str, Any])
+    """Plain values that the rollout function finds in ``setup.extras``; a flag takes JSON."""
     stall_timeout_s: float = 3600.0
     """Seconds without a finished step after which the run says who waits for whom, and ends."""
 

@@ -19,6 +19,7 @@ from hearth.losses.clipped import DAPO
 from hearth.losses.corrections import TIS
 from hearth.losses.policy_gradients import DRO
 from hearth.losses.sequence import GSPO
+from training.config.json_flag import JsonObject
 
 CheckpointType = Literal["base", "delta"]
 LoraTarget = Literal["attn", "mlp", "unembed"]
@@ -177,8 +178,9 @@ class DeployConfig(TokenizerConfig):
     """Sequences that are decoded together."""
     engine: Literal["embedded", "vllm"] | None = None
     """What samples the tokens; None takes the shape's, or Hearth's own engine."""
-    engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What that engine is told beside these fields (docs/serving.md)."""
+    engine_options: JsonObject = field(default_factory=dict[str, Any])
+    """What that engine is told beside these fields, as {"tensor_parallel_size": 2}; a flag takes
+    JSON (docs/serving.md)."""
     replicas: int | None = None
     """Servers that answer side by side; more than one needs ``engine="vllm"``. None takes the
     shape's, or 1."""

@@ -51,8 +51,11 @@ class AsyncLoop(Loop[AsyncConfig]):
     """The weight sync that is under way."""
     probe: ParityProbe = field(init=False)
     """Compares sampler and trainer after each weight sync."""
+    _accepted_before: int = field(init=False)
+    """Samples that earlier starts of the run have accepted and trained."""
 
     def __post_init__(self) -> None:
+        self._accepted_before = self.run.accepted_samples
         self.probe = ParityProbe(self.config, self.infra, self.run.step)
 
     @property
@@ -117,6 +120,7 @@ class AsyncLoop(Loop[AsyncConfig]):
             raise
         self.probe.begin(step, self.run.version, [taken_group.group for taken_group in taken])
         self.run.cursor.finish(taken_group.group.row.index for taken_group in taken)
+        self.run.accepted_samples += len(taken) * self.config.completions_per_prompt
         self.queue.gate.publish()
         self.queue.submit()
         if self.evaluation is not None:
@@ -154,7 +158,9 @@ class AsyncLoop(Loop[AsyncConfig]):
         parity = self.probe.take()
         metrics = parity | self.step_metrics(update, version)
         metrics["train/num_minibatches"] = float(update.optimizer_steps)
-        metrics |= staleness_metrics(taken) | queue_metrics(self.queue, self.run)
+        metrics |= staleness_metrics(taken) | queue_metrics(
+            self.queue, self.run, self._accepted_before
+        )
         metrics["async/trained_against_version"] = float(version)
         metrics["async/realized_training_chunks"] = metrics["rollout/fwd_bwd_count"]
         metrics |= overlap_metrics(metrics)
@@ -235,6 +241,7 @@ def count_outcome(run: Run, outcome: RowOutcome, rollouts: Rollouts) -> None:
         NoSignalError: for ``no_signal_patience`` steps no row had anything to learn from.
     """
     if outcome.dropped == "stale":
+        run.stale_drops += 1
         finished = list(rollouts.sampled_trajectories.get(outcome.row.index, ()))
         run.stats.stale_lengths.extend(
             sum(segment.completion_len for segment in trajectory.segments)

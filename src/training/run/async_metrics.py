@@ -35,9 +35,10 @@ def staleness_metrics(batch: Sequence[TakenGroup]) -> dict[str, float]:
     }
 
 
-def queue_metrics(queue: RolloutQueue, run: Run) -> dict[str, float]:
+def queue_metrics(queue: RolloutQueue, run: Run, accepted_before: int) -> dict[str, float]:
     """What runs and waits while the step ends, how much room the gate has, and what was dropped.
 
+    ``accepted_before`` are the samples that earlier starts of the run have accepted and trained.
     ``async/concurrency_capacity_at_step`` is -1 where nothing limits the samples in flight.
     """
     gate, stats = queue.gate, run.stats
@@ -45,7 +46,7 @@ def queue_metrics(queue: RolloutQueue, run: Run) -> dict[str, float]:
     metrics = {
         "async/in_flight": float(gate.running_rows),
         "async/running_samples": float(gate.running_samples),
-        "async/accepted_samples": float(gate.accepted_samples),
+        "async/accepted_samples": float(accepted_before + gate.accepted_samples),
         "async/ready_groups": float(queue.num_ready),
         "async/staleness_capacity_at_step": float(gate.staleness_room()),
         "async/concurrency_capacity_at_step": -1.0 if concurrency is None else float(concurrency),
@@ -53,7 +54,7 @@ def queue_metrics(queue: RolloutQueue, run: Run) -> dict[str, float]:
         "async/empty_samples": float(stats.empty_samples),
         "async/filter_drops": float(stats.dropped["filtered"]),
         "async/stale_drops": float(stats.dropped["stale"]),
-        "async/total_stale_drops": float(gate.stale_drops),
+        "async/total_stale_drops": float(run.stale_drops),
     }
     if stats.stale_lengths:
         lengths = stats.stale_lengths

@@ -95,6 +95,8 @@ class BaseLoop(Generic[ConfigT, InfraT]):
             version=run.version,
             job=infra.policy_job_id,
             kl_beta=run.kl.coefficient if run.kl else None,
+            accepted_samples=run.accepted_samples,
+            stale_drops=run.stale_drops,
             save_id=secrets.token_hex(8),
         )
         # The rows that the cursor counts already, though no step has trained them.

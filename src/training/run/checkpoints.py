@@ -65,6 +65,10 @@ class Checkpoint:
     """The trainer job that holds it."""
     kl_beta: float | None = None
     """The KL coefficient in force, where it follows the KL (``kl_target``)."""
+    accepted_samples: int = 0
+    """Samples of the groups that were trained and published until then, in loops that overlap."""
+    stale_drops: int = 0
+    """Rows that were given up as too late until then."""
     save_id: str | None = None
     """Made up for each save, and in the trainer's checkpoint too: another one of the same name, as
     on a platform that was set back, is told by it. None in manifests of older versions."""

@@ -83,6 +83,10 @@ class Run:
     """Weight syncs that the deployment has had; a deployment made anew counts from 0."""
     synced_step: int | None = None
     """The step whose weights the deployment serves; None where that is not known."""
+    accepted_samples: int = 0
+    """Samples of the groups that are published, in loops that overlap; earlier starts count too."""
+    stale_drops: int = 0
+    """Rows given up as too late; earlier starts count too."""
     failed_in_a_row: int = 0
     first_step_s: float = math.nan
     now: Callable[[], float] = time.perf_counter
@@ -236,6 +240,8 @@ class Run:
         self.step = config.resume.step_offset or checkpoint.step
         self.cursor = Cursor(checkpoint.cursor, set(checkpoint.beyond))
         self.saved = (self.step, self.cursor.count)
+        self.accepted_samples = checkpoint.accepted_samples
+        self.stale_drops = checkpoint.stale_drops
         if self.kl is not None and checkpoint.kl_beta is not None:
             self.kl.coefficient = checkpoint.kl_beta
         # What was trained after it is trained anew.

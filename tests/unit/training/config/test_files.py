@@ -70,6 +70,21 @@ def given() -> rl_loop.Config:
     )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name"), [(rl_loop, "deployment.engine_options"), (async_rl_loop, "rollout_extras")]
+)
+def test_a_mapping_is_a_flag_of_json_and_a_table_of_a_file(tmp_path, capsys, recipe, name):
+    value = {"tensor_parallel_size": 2, "drain": "abort"}
+    path = tmp_path / "run.toml"
+    path.write_text(f'[{name}]\ntensor_parallel_size = 2\ndrain = "abort"\n')
+    flag = "--" + name.replace("_", "-")
+    line = name.split(".")[-1] + ' = {"tensor_parallel_size" = 2, "drain" = "abort"}\n'
+
+    for given in ([f"@{path}"], [flag, orjson.dumps(value).decode()]):
+        assert recipe.command([*given, "--base-model", "m", "--print-config"]) == 0
+        assert line in capsys.readouterr().out
+
+
 def write(folder, text, name="run.toml"):
     path = folder / name
     path.write_text(text)
