@@ -79,6 +79,9 @@ class Sources:
     def get(self, bucket: str, identity: str, previous: str | None = None) -> Snapshot:
         """A snapshot of a bucket; errors are those of the stores.
 
+        Where it is a folder, its tensors are read when the first of them is used: a backend may
+        need none, since its servers read them.
+
         Raises:
             EngineError: it is a delta on another snapshot than ``previous``.
         """
@@ -88,7 +91,8 @@ class Sources:
         store = self.snapshots
         if hasattr(store, "bucket"):
             store = cast("Buckets[SnapshotStore]", store).bucket(bucket)
-        snapshot = cast("SnapshotStore", store).get(identity)
+        find = getattr(store, "open", cast("SnapshotStore", store).get)
+        snapshot: Snapshot = find(identity)
         if previous is not None:
             check_previous(snapshot, previous)
         return snapshot

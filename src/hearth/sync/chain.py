@@ -63,18 +63,22 @@ def check_previous(snapshot: Snapshot, previous: str) -> None:
 
 
 def apply_verified(
-    top: Snapshot, served: Mapping[str, Tensor], entries: Mapping[str, TensorEntry] | None
+    top: Snapshot,
+    served: Mapping[str, Tensor],
+    entries: Mapping[str, TensorEntry] | None,
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The tensors that a delta changes, computed from the served ones (its parent's) and verified.
 
-    ``entries`` are the parent's, if known: without them unchanged tensors are hashed too.
+    ``entries`` are the parent's, if known: without them unchanged tensors are hashed too. ``into``
+    is that of ``delta.apply``.
 
     Raises:
         EngineError: the result differs from the delta's manifest.
     """
     if entries is not None:
         _check_parent(top, entries)
-    fresh = delta.apply(top.tensors, served)
+    fresh = delta.apply(top.tensors, served, into)
     unchanged = {name: tensor for name, tensor in served.items() if name not in fresh}
     _check_entries(top, {**(entries or fingerprints(unchanged)), **fingerprints(fresh)})
     return fresh

@@ -55,8 +55,13 @@ def encode(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Te
     }
 
 
-def apply(parts: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apply(
+    parts: Mapping[str, Tensor], old: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The changed tensors, new and on the device of the ``old`` ones, which stay as they are.
+
+    ``into`` has tensors of the old ones' layout that become the new ones; its contiguous memory is
+    used in place of new memory.
 
     Raises:
         EngineError: the parts do not fit the old tensors; the first one is named.
@@ -68,7 +73,12 @@ def apply(parts: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, T
     for name in by_name:
         if name not in old:
             raise EngineError(f"a delta must be of existing tensors, got {name!r}")
-    fresh = _in_threads(lambda name: _apply_to_tensor(name, by_name[name], old[name]), by_name, old)
+    targets = into or {}
+    fresh = _in_threads(
+        lambda name: _apply_to_tensor(name, by_name[name], old[name], targets.get(name)),
+        by_name,
+        old,
+    )
     return dict(zip(by_name, fresh, strict=True))
 
 
@@ -115,12 +125,14 @@ def _encode_tensor(old: Tensor, new: Tensor) -> dict[str, Tensor]:
     return {part: _tensor(_encode_gaps(gaps, part)), "values": values}
 
 
-def _apply_to_tensor(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Tensor:
+def _apply_to_tensor(
+    name: str, parts: Mapping[str, Tensor], old: Tensor, target: Tensor | None
+) -> Tensor:
     if set(parts) == {"whole"}:
         new = parts["whole"]
         if (new.dtype, new.shape) != (old.dtype, old.shape):
             raise _mismatch_error(name, f"{new.dtype} {list(new.shape)}", old)
-        return new.to(old.device)
+        return new.to(old.device) if target is None else target.copy_(new)
     values = parts.get("values")
     index_part = next((part for part in parts if part != "values"), "")
     if values is None or len(parts) != 2 or index_part not in ("bitmap", *_ESCAPES):
@@ -133,7 +145,10 @@ def _apply_to_tensor(name: str, parts: Mapping[str, Tensor], old: Tensor) -> Ten
     last = int(where[-1]) if where.size else -1
     if values.dtype != old.dtype or values.numel() != where.size or last >= old.numel():
         raise _mismatch_error(name, f"{values.numel()} {values.dtype} up to element {last}", old)
-    new = old.detach().clone(memory_format=torch.contiguous_format)
+    if target is None:
+        new = old.detach().clone(memory_format=torch.contiguous_format)
+    else:
+        new = target.copy_(old)
     # Not _bits: for a tensor without dimensions that could be a copy.
     flat = new.view(-1).view(_INTEGERS[old.element_size()])
     flat[_tensor(where).to(flat.device)] = _bits(values).to(flat.device)

@@ -162,8 +162,12 @@ def _parse_manifest(folder: Path, text: bytes) -> dict[str, Any]:
     return content
 
 
-def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+def read_tensors(
+    folder: Path, manifest: Mapping[str, Any], name: str, into: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The verified tensors of one file of a folder, on the CPU.
+
+    With ``into`` they are read into its tensors of the same layout, and are these.
 
     Raises:
         EngineError: the file is missing or does not match the manifest.
@@ -180,7 +184,10 @@ def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> dict[s
             f"{where} must be readable and hold {expected} bytes of tensors, got {found}: {error}"
         ) from None
     # The file is mapped: without a copy, truncating it would break the tensors in use.
-    tensors = {key: tensor.clone() for key, tensor in mapped.items()}
+    if into is None:
+        tensors = {key: tensor.clone() for key, tensor in mapped.items()}
+    else:
+        tensors = {key: into[key].copy_(mapped[key]) for key in into.keys() & mapped.keys()}
     verify(entries, tensors, where)
     return tensors
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
+
+from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.sync import delta
@@ -152,8 +154,16 @@ class FolderSnapshotStore:
 
     def get(self, identity: str) -> Snapshot:
         """The snapshot on the CPU, every tensor of its own checked against its checksum."""
+        snapshot = self.open(identity)
+        return replace(snapshot, tensors=dict(snapshot.tensors))
+
+    def open(self, identity: str) -> Snapshot:
+        """As ``get``, but its tensors are read, and checked, when the first of them is used."""
         manifest = self._read_manifest(identity)
-        tensors = read_tensors(self._root / identity, manifest, _DATA)
+        folder = self._root / identity
+        tensors = _UnreadTensors(
+            manifest["files"].get(_DATA, {}), lambda: read_tensors(folder, manifest, _DATA)
+        )
         return Snapshot(
             identity,
             manifest["kind"],
@@ -166,6 +176,10 @@ class FolderSnapshotStore:
             parent_digest=manifest.get("parent_digest"),
             source=self,
         )
+
+    def read_into(self, identity: str, targets: Mapping[str, Tensor]) -> None:
+        """Read a snapshot's own tensors into others of the same layout, checked as by ``get``."""
+        read_tensors(self.folder(identity), self._read_manifest(identity), _DATA, targets)
 
     def folder(self, identity: str) -> Path:
         """Where a snapshot's files are.
@@ -233,6 +247,26 @@ class FolderSnapshotStore:
             return self._read_manifest(identity).get("parent")
         except (EngineError, NotFoundError):
             return None
+
+
+class _UnreadTensors(Mapping[str, Tensor]):
+    """The tensors of a file, read when the first is used; their names are known before."""
+
+    def __init__(self, names: Collection[str], read: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._names = names
+        self._read = read
+        self._tensors: Mapping[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._tensors is None:
+            self._tensors = self._read()
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Buckets(ABC, Generic[S]):

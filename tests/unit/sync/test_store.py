@@ -77,6 +77,35 @@ def test_names_are_in_the_order_of_saving(store: SnapshotStore) -> None:
     assert store.names() == ["c", "a", "b"]
 
 
+def test_an_opened_snapshot_is_read_when_a_tensor_is_used(tmp_path: Path) -> None:
+    store = FolderSnapshotStore(tmp_path)
+    store.put(snapshot())
+    file = tmp_path / "step-1-ab12" / "weights.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+
+    opened = store.open("step-1-ab12")
+
+    assert set(opened.tensors) == set(TENSORS)
+    assert opened.entries is not None
+    with pytest.raises(EngineError, match="no file"):
+        opened.tensors["a.weight"]
+    file.write_bytes(content)
+    assert torch.equal(opened.tensors["a.weight"], TENSORS["a.weight"])
+
+
+def test_tensors_are_read_into_given_memory_and_checked_there(tmp_path: Path) -> None:
+    store = FolderSnapshotStore(tmp_path)
+    store.put(snapshot())
+    targets = {name: torch.empty_like(tensor) for name, tensor in TENSORS.items()}
+
+    store.read_into("step-1-ab12", targets)
+
+    assert all(checksum(targets[name]) == checksum(tensor) for name, tensor in TENSORS.items())
+    with pytest.raises(EngineError, match="must hold the tensors of its manifest"):
+        store.read_into("step-1-ab12", {"c": targets["c"]})
+
+
 def set_clock_back(root: Path) -> None:
     """Make every newer folder look older, as if the clock had been set back before each save."""
     for age, name in enumerate(folder_names(root)):

@@ -26,6 +26,7 @@ from hearth.inference.vllm.balancing import hash_blocks
 from hearth.inference.vllm.client import LostError
 from hearth.inference.vllm.completion import CompletionRun, RequestRules, ServerCompletion
 from hearth.inference.vllm.model import VllmModelFacts
+from hearth.inference.vllm.plugin.node_copy import NodeCopies
 from hearth.inference.vllm.replicas import Fleet
 from hearth.inference.vllm.server import ServerPlan
 from hearth.inference.vllm.snapshot_cache import CachedSnapshot, SnapshotCache
@@ -140,6 +141,7 @@ class VllmBackend(InferenceBackend):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        NodeCopies(self._snapshot_cache.root).remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self) -> None:

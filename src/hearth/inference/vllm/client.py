@@ -6,7 +6,10 @@ loading of adapters.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +25,8 @@ from hearth.wire.asgi import TOKEN_HEADER
 _BROKEN_LOGPROB = -9999.0
 """What vLLM returns in place of a logprob that is not a number."""
 _CONNECT_S = 10.0
+_FIRST_LOOK_S = 0.01
+_LONGEST_LOOK_S = 0.2
 _UNLIMITED = httpx.Timeout(None, connect=_CONNECT_S)
 _JSON = {"content-type": "application/json"}
 _GENERATE = "/inference/v1/generate"
@@ -135,10 +140,33 @@ class VllmClient:
         """Run again."""
         await self._post("/resume", {})
 
+    async def prepare(self, root: str, identity: str) -> None:
+        """Have a snapshot's weights read and verified while the server samples.
+
+        ``load`` then has only to swap them in.
+
+        Raises:
+            UnchangedError: the snapshot cannot be used.
+            LostError: it was not read in time.
+        """
+        body = {"method": "prepare_snapshot", "args": [root, identity]}
+        end_s = time.monotonic() + (self._timeout.read or math.inf)
+        pause_s = _FIRST_LOOK_S
+        while time.monotonic() < end_s:
+            workers = (await self._post("/collective_rpc", body))["results"]
+            if all(worker["is_ready"] or worker["error"] for worker in workers):
+                errors = [worker["error"] for worker in workers if worker["error"]]
+                if errors:
+                    raise UnchangedError(errors[0])
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        raise LostError(f"it did not read {identity} within {self._timeout.read:g} s")
+
     async def load(self, root: str, identity: str | None) -> None:
         """Load a snapshot's weights from ``root``; None loads the model's original weights.
 
-        An adapter that was loaded is removed.
+        A snapshot that was not prepared is read first. An adapter that was loaded is removed.
 
         Raises:
             UnchangedError: it failed, and the old weights are still served.

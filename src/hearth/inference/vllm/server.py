@@ -16,6 +16,7 @@ import hearth
 from hearth.inference.vllm.options import VllmOptions
 from hearth.inference.vllm.plugin.access import TOKEN_VARIABLE, ServerAccess
 from hearth.inference.vllm.plugin.entry import NAME
+from hearth.inference.vllm.plugin.worker import SnapshotWorker
 from hearth.settings import VLLM_PYTHON_VARIABLE
 from hearth.sidecars import Command
 
@@ -26,6 +27,7 @@ MOST_LISTED_LOGPROBS = 21
 _CPU_CACHE_MB = 1024
 _MIB = 2**20
 
+_WORKER = f"{SnapshotWorker.__module__}.{SnapshotWorker.__qualname__}"
 _ENTRY_POINTS = "[vllm.general_plugins]\nhearth = hearth.inference.vllm.plugin.entry:register\n"
 _METADATA = "Metadata-Version: 2.1\nName: hearth-vllm-plugin\nVersion: 1\n"
 
@@ -66,6 +68,7 @@ class ServerPlan:
             "--logprobs-mode": "processed_logprobs",
             "--max-logprobs": str(MOST_LISTED_LOGPROBS),
             "--weight-transfer-config": f'{{"backend": "{NAME}"}}',
+            "--worker-extension-cls": _WORKER,
             "--middleware": f"{ServerAccess.__module__}.{ServerAccess.__qualname__}",
             "--tensor-parallel-size": str(options.tensor_parallel_size),
         }

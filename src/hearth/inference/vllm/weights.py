@@ -1,6 +1,6 @@
 """One weight sync for all replicas of a deployment: all of them load it, or none does.
 
-Requests see one version at a time: from the start of a load no replica gets requests until every
+Requests see one version at a time: from the start of the swap no replica gets requests until every
 server has confirmed its version and scored a few probe tokens like the others.
 """
 
@@ -65,12 +65,14 @@ class ReplicaPublisher:
     async def publish(self, fleet: Fleet, target: Target, running: RunningRequests) -> None:
         """Have all replicas serve ``target``, or all continue to serve ``current``.
 
+        Servers read its snapshot and verify it while they sample, and pause for the swap alone.
         With ``keep`` running requests continue on the new weights, with keys and values computed
         again. A replica that dies meanwhile is replaced by one that serves the result.
 
         Raises:
             EngineError: a replica refuses it, or their probes differ; ``current`` is served.
         """
+        await self._prepare(fleet, target)
         async with fleet.lock:
             fleet.shut()
             try:
@@ -86,6 +88,21 @@ class ReplicaPublisher:
                 await self._switch(fleet, target)
             finally:
                 fleet.open()
+
+    async def _prepare(self, fleet: Fleet, target: Target) -> None:
+        """Have all servers read the target's snapshot, those that do not serve it already.
+
+        Raises:
+            EngineError: a server cannot use it; all continue as they were.
+        """
+
+        async def prepare(client: VllmClient) -> None:
+            if target.identity is not None and client.identity != target.identity:
+                await client.prepare(self._root, target.identity)
+
+        for _, error in await self._call_all(fleet, fleet.ready(), prepare):
+            if error is not None:
+                raise error
 
     async def _switch(self, fleet: Fleet, target: Target) -> None:
         """Load into paused servers, then resume them."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from hearth.errors import EngineError
+from hearth.inference.vllm.plugin.node_copy import NodeCopies
 from hearth.inference.vllm.plugin.source import SnapshotSource, block_of, select_blocks
 from hearth.inference.vllm.snapshot_cache import SnapshotCache
 from hearth.models.lora import LoraOptions
@@ -45,26 +50,34 @@ def shelf(tmp_path: Path) -> SnapshotCache:
     return SnapshotCache(tmp_path / "shelf")
 
 
+def prepare(source: SnapshotSource, root: Path, identity: str) -> None:
+    while not source.prepare(root, identity):
+        time.sleep(0.001)
+
+
 def test_a_base_is_read_whole_and_a_delta_as_the_block_that_it_changes(trainer, shelf) -> None:
     source = SnapshotSource()
     shelf.add(trainer.save("base"))
-    base = source.read(shelf.root, "base")
+    base = source.take(shelf.root, "base")
     source.note_loaded(base)
     assert set(base.tensors) == set(NAMES)
 
     for number, changed in enumerate(NAMES):
         shelf.add(trainer.save(f"delta-{number}", changed))
-        update = source.read(shelf.root, f"delta-{number}")
+        update = source.take(shelf.root, f"delta-{number}")
         source.note_loaded(update)
-        # The first delta has nothing yet that it could be applied to.
-        assert set(update.tensors) == (set(NAMES) if number == 0 else {changed})
+        assert set(update.tensors) == {changed}
+        assert all(
+            torch.equal(tensor, trainer.weights[name])
+            for name, tensor in update.copy.tensors.items()
+        )
         assert torch.equal(update.tensors[changed], trainer.weights[changed])
 
 
 def test_a_delta_is_made_whole_where_something_else_was_loaded(trainer, shelf) -> None:
     shelf.add(trainer.save("base"))
     shelf.add(trainer.save("delta", NAMES[1]))
-    update = SnapshotSource().read(shelf.root, "delta")
+    update = SnapshotSource().take(shelf.root, "delta")
 
     assert set(update.tensors) == set(NAMES)
     assert all(
@@ -76,7 +89,7 @@ def test_a_damaged_snapshot_is_refused_and_the_next_goes_on_as_before(trainer, s
     source = SnapshotSource()
     for identity, changed in (("base", None), ("one", NAMES[0])):
         shelf.add(trainer.save(identity, changed))
-        source.note_loaded(source.read(shelf.root, identity))
+        source.note_loaded(source.take(shelf.root, identity))
     shelf.add(trainer.save("two", NAMES[1]))
     file = shelf.root / "two" / "weights.safetensors"
     intact = file.read_bytes()
@@ -84,10 +97,101 @@ def test_a_damaged_snapshot_is_refused_and_the_next_goes_on_as_before(trainer, s
     file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
 
     with pytest.raises(EngineError, match="must match its manifest"):
-        source.read(shelf.root, "two")
+        prepare(source, shelf.root, "two")
+    with pytest.raises(EngineError, match="must match its manifest"):
+        source.take(shelf.root, "two")
 
     file.write_bytes(intact)
-    assert set(source.read(shelf.root, "two").tensors) == {NAMES[1]}
+    assert set(source.take(shelf.root, "two").tensors) == {NAMES[1]}
+
+
+def test_a_snapshot_is_read_beside_other_work_and_then_only_taken(trainer, shelf) -> None:
+    source = SnapshotSource()
+    shelf.add(trainer.save("base"))
+    prepare(source, shelf.root, "base")
+    (shelf.root / "base" / "weights.safetensors").unlink()
+
+    update = source.take(shelf.root, "base")
+
+    assert all(
+        torch.equal(tensor, trainer.weights[name]) for name, tensor in update.tensors.items()
+    )
+    assert set(update.tensors) == set(NAMES)
+
+
+def test_one_worker_of_a_machine_reads_and_the_others_have_its_memory(trainer, shelf) -> None:
+    first, second = SnapshotSource(), SnapshotSource()
+    shelf.add(trainer.save("base"))
+    taken = first.take(shelf.root, "base")
+    (shelf.root / "base" / "weights.safetensors").unlink()
+
+    shared = second.take(shelf.root, "base")
+
+    taken.tensors[NAMES[0]][3] = -7.0
+    assert shared.tensors[NAMES[0]][3] == -7.0
+    first.note_loaded(taken)
+    second.note_loaded(shared)
+    shelf.add(trainer.save("delta", NAMES[1]))
+    del taken, shared
+    gc.collect()
+    # Neither has kept the base, as no delta came before: its file is needed again.
+    with pytest.raises(EngineError, match="no file"):
+        first.take(shelf.root, "delta")
+
+
+def test_a_delta_is_applied_to_the_memory_that_another_worker_has(trainer, shelf) -> None:
+    first, second = SnapshotSource(), SnapshotSource()
+    shelf.add(trainer.save("base"))
+    shelf.add(trainer.save("one", NAMES[0]))
+    first.note_loaded(first.take(shelf.root, "one"))
+    shelf.add(trainer.save("two", NAMES[1]))
+    (shelf.root / "base" / "weights.safetensors").unlink()
+
+    found = second.take(shelf.root, "two").tensors
+
+    assert all(torch.equal(found[name], trainer.weights[name]) for name in NAMES)
+
+
+def test_the_memory_of_workers_that_are_gone_is_gone(trainer, shelf) -> None:
+    shelf.add(trainer.save("base"))
+    entries = FolderSnapshotStore(shelf.root).open("base").entries
+    taken = SnapshotSource().take(shelf.root, "base")
+    assert NodeCopies(shelf.root).find(entries) is not None
+
+    del taken
+    gc.collect()
+
+    assert NodeCopies(shelf.root).find(entries) is None
+
+
+def test_a_worker_that_is_killed_amid_a_copy_leaves_nothing_that_another_takes(
+    trainer, shelf
+) -> None:
+    shelf.add(trainer.save("base"))
+    entries = FolderSnapshotStore(shelf.root).open("base").entries
+    child = os.fork()
+    if child == 0:
+        NodeCopies(shelf.root).find_or_make(
+            entries, lambda targets: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    found = SnapshotSource().take(shelf.root, "base").tensors
+
+    assert all(torch.equal(found[name], trainer.weights[name]) for name in NAMES)
+
+
+def test_a_name_that_has_other_weights_by_now_is_read_again(tmp_path, shelf) -> None:
+    stores = [FolderSnapshotStore(tmp_path / name) for name in "ab"]
+    taken = []
+    for number, store in enumerate(stores):
+        trainer = Trainer(store)
+        trainer.weights[NAMES[0]][0] = number
+        shelf.add(trainer.save("same"))
+        taken.append(SnapshotSource().take(shelf.root, "same"))
+        shelf.keep(())
+
+    assert [update.tensors[NAMES[0]][0].item() for update in taken] == [0, 1]
 
 
 def test_a_bucket_that_drops_what_is_served_does_not_matter(
@@ -98,7 +202,7 @@ def test_a_bucket_that_drops_what_is_served_does_not_matter(
     trainer.save("other")
 
     assert trainer.store.names() == ["other"]
-    assert set(SnapshotSource().read(shelf.root, "base").tensors) == set(NAMES)
+    assert set(SnapshotSource().take(shelf.root, "base").tensors) == set(NAMES)
 
 
 def test_the_files_of_a_bucket_are_linked_not_copied(tmp_path: Path, shelf: SnapshotCache) -> None:
@@ -114,7 +218,7 @@ def test_a_delta_from_memory_on_what_was_never_here_is_shelved_whole(shelf: Snap
     trainer.save("base")
     shelf.add(trainer.save("delta", NAMES[0]))
 
-    found = SnapshotSource().read(shelf.root, "delta").tensors
+    found = SnapshotSource().take(shelf.root, "delta").tensors
     assert all(torch.equal(found[name], trainer.weights[name]) for name in NAMES)
 
 

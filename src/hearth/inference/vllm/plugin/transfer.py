@@ -44,8 +44,8 @@ class SnapshotUpdate(WeightTransferUpdateInfo):
 class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
     """Loads a snapshot in one call of ``update_weights``; start and finish do nothing.
 
-    A snapshot is read and verified before the first weight is changed; the error of a failed read
-    begins with ``UNCHANGED``.
+    A snapshot is read and verified before the first weight is changed, by ``prepare`` while the
+    server samples, or else in that call; the error of a failed read begins with ``UNCHANGED``.
     """
 
     init_info_cls = SnapshotInit
@@ -55,6 +55,10 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._source = SnapshotSource()
+
+    def prepare(self, root: str, identity: str) -> bool:
+        """As ``SnapshotSource.prepare``."""
+        return self._source.prepare(Path(root), identity)
 
     def init_transfer_engine(self, init_info: SnapshotInit) -> None:
         """Nothing to do."""
@@ -85,7 +89,7 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
             self._load(self._own_weights())
             return
         try:
-            update = self._source.read(Path(update_info.root), update_info.identity)
+            update = self._source.take(Path(update_info.root), update_info.identity)
         except Exception as error:
             raise RuntimeError(f"{UNCHANGED}: {error}") from error
         # If loading fails, it is unknown which weights are served.
