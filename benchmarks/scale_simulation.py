@@ -36,6 +36,11 @@ from training.rollouts.staleness import GateLimits, StalenessGate
 
 MODEL = Architecture(
     model_type="qwen3",
+    parameters=8_190_735_360,
+    outer_parameters=1_244_663_808,
+    layer_parameters=192_946_432,
+    largest_tensor=622_329_856,
+    lookup_parameters=622_329_856,
     num_layers=36,
     hidden=4096,
     heads=32,
@@ -43,8 +48,10 @@ MODEL = Architecture(
     head_dim=128,
     inner=12288,
     vocab=151936,
-    is_tied=False,
     has_head_norms=True,
+    cache_width=2 * 8 * 128,
+    cache_heads=8,
+    cached_layers=36,
 )
 """Qwen3-8B."""
 ROWS = 256

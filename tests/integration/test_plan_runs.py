@@ -4,7 +4,7 @@ import pytest
 from tests.plans import Printed
 
 from hearth.models.configs import read_config
-from hearth.planning.architecture import read_architecture
+from hearth.models.sizes import read_architecture
 from hearth.planning.plan import PlanRequest, make_plan
 from training.quickstart import MODEL
 
@@ -14,10 +14,10 @@ ONE_GPU = ("--gpus=1", "--context=128", "--concurrent=8")
 @pytest.mark.parametrize(
     ("flags", "printed"),
     [
-        ((), {"dtype": "bfloat16", "trainer_mode": "POLICY_TRAINER"}),
-        (("--dtype", "float32", "--reference"), {"dtype": "float32"}),
-        (("--lora-rank", "4"), {"trainer_mode": "LORA_TRAINER"}),
-        (("--lora-rank", "4", "--lora-targets", "attn", "--reference"), {}),
+        (("--no-reference",), {"dtype": "bfloat16", "trainer_mode": "POLICY_TRAINER"}),
+        (("--dtype", "float32"), {"dtype": "float32"}),
+        (("--no-reference", "--lora-rank", "4"), {"trainer_mode": "LORA_TRAINER"}),
+        (("--lora-rank", "4", "--lora-targets", "attn"), {}),
     ],
     ids=["full", "reference", "adapter", "adapter and its base"],
 )
@@ -29,7 +29,7 @@ def test_one_gpu_is_shared_by_all_of_a_run(tmp_path, flags, printed):
 
     records = plan.train()
 
-    has_reference = "--reference" in flags
+    has_reference = "--no-reference" not in flags
     assert [other["trainer_mode"] for other in others] == ["FORWARD_ONLY"] * (
         has_reference and "--lora-rank" not in flags
     )
@@ -48,7 +48,7 @@ def test_a_gpu_without_room_for_snapshots_serves_processes(tmp_path):
         return plan.layout.placement if plan.fits else None
 
     smallest = next(gib for mib in range(256, 2048) if layout(gib := mib / 1024) == "process")
-    plan = Printed.of(tmp_path, *ONE_GPU, f"--gpu-memory-gib={smallest}")
+    plan = Printed.of(tmp_path, *ONE_GPU, "--no-reference", f"--gpu-memory-gib={smallest}")
     assert plan.lines[0] == "hearth serve --catalog shapes.toml --placement process"
     assert plan.shapes[0]["recompute_above"] < plan.shapes[0]["micro_batch_tokens"]
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hearth.control.catalog import read_catalog
 from hearth.exit_codes import exit_code
-from hearth.planning.architecture import LoraPart, read_architecture
+from hearth.planning.architecture import LoraPart
 from hearth.planning.memory import GIB, ITEMSIZE
 from hearth.planning.plan import (
     CATALOG_FILE,
@@ -44,12 +44,18 @@ class PlanFlags:
     """Parts that the adapter changes, as in a recipe's settings."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the weights."""
-    reference: bool = False
-    """Keep a frozen reference beside the policy, for kl_beta > 0."""
+    reference: bool = True
+    """Count the frozen reference that a recipe's kl_beta asks for by default; an adapter's is its
+    base."""
+    learning_rate: float = 1e-5
+    """As in a recipe: the size of a weight sync follows from it."""
     offload_optimizer: bool = False
     """Have ranks keep their parts of weights, gradients and moments in the host's memory."""
-    concurrent: int = 64
-    """Completions in flight at one time, over all replicas."""
+    concurrent: int | None = None
+    """Completions in flight at one time, over all replicas; if it is not given, as many as there is
+    room for: up to 64 of a replica, and 16 where trainer and deployment share a GPU."""
+    host_memory_gib: float | None = None
+    """Memory of each machine, in GiB, to compare with."""
     json: bool = False
     """One JSON object with bytes instead of tables."""
 
@@ -59,7 +65,9 @@ def plan(arguments: list[str]) -> int:
     flags = tyro.cli(PlanFlags, args=arguments, prog="hearth plan")
 
     def run() -> None:
-        from hearth.models.configs import read_config  # slow to import, and --help must be fast
+        # Slow to import, and --help must be fast.
+        from hearth.models.configs import read_config
+        from hearth.models.sizes import read_architecture
 
         source = read_catalog().find_model(flags.model).source
         request = PlanRequest(
@@ -71,8 +79,10 @@ def plan(arguments: list[str]) -> int:
             lora_targets=flags.lora_targets,
             dtype=flags.dtype,
             has_reference=flags.reference,
+            learning_rate=flags.learning_rate,
             offload_optimizer=flags.offload_optimizer,
             concurrent=flags.concurrent,
+            host_memory_gib=flags.host_memory_gib,
         )
         result = make_plan(request)
         if flags.json:
@@ -116,10 +126,18 @@ def _show(flags: PlanFlags, source: str, request: PlanRequest, plan: Plan) -> No
     console.print(f"usable of a GPU: {_gib(request.room)} GiB")
     console.print(
         f"weight sync: base {_gib(plan.base_bytes)} GiB, later ones about "
-        f"{_gib(plan.delta_bytes)} GiB; CPU memory for it {_gib(plan.host_bytes)} GiB\n"
+        f"{_gib(plan.delta_bytes)} GiB at a learning rate of {request.learning_rate:g}"
+    )
+    given = request.host_memory_gib
+    console.print(
+        f"memory of the fullest machine: {_gib(plan.host_bytes['start'])} GiB at the start, "
+        f"{_gib(plan.host_bytes['sync'])} GiB in a weight sync"
+        f"{'' if given is None else f'; it has {given:g} GiB'}\n"
     )
     for who, missing in plan.shortage.items():
         console.print(f"short: GPU memory of the {who}, by {_gib(missing)} GiB")
+    for when, missing in plan.host_shortage.items():
+        console.print(f"short: memory of a machine in its {when}, by {_gib(missing)} GiB")
     for advice in plan.advice:
         console.print(f"  {advice}")
     if plan.fits:
@@ -135,7 +153,10 @@ def _describe_layout(layout: Layout) -> str:
         return "trainer and deployment on one GPU"
     each = f" of {layout.replica.gpus} GPUs" if layout.replica.gpus > 1 else ""
     ranks, replicas = _count(layout.trainer.ranks, "rank"), _count(layout.replicas, "replica")
-    return f"{ranks} of the trainer, {replicas}{each}"
+    return (
+        f"{ranks} of the trainer, {replicas}{each}, "
+        f"{layout.replicas * layout.replica.sequences} completions at a time"
+    )
 
 
 def _count(count: int, name: str) -> str:

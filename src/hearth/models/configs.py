@@ -10,8 +10,8 @@ from hearth.errors import ConfigError
 _TIMEOUT_S = 10.0
 
 
-def read_config(source: str) -> dict[str, Any]:
-    """The text config of a folder or hub id, with its family's defaults for missing values.
+def read_config(source: str) -> Any:
+    """The transformers config of a folder's or hub id's text model.
 
     From the hub only ``config.json`` is downloaded.
 
@@ -32,7 +32,7 @@ def read_config(source: str) -> dict[str, Any]:
         raise ConfigError(
             f"model must have a config.json that transformers knows, got {source!r}: {first}"
         ) from None
-    return config.get_text_config().to_dict()
+    return config.get_text_config()
 
 
 def _download_config(name: str) -> Path:

@@ -10,11 +10,13 @@ size of an MLP, K experts of a token, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from hearth.planning.architecture import Architecture, LoraPart
+from hearth.planning.gradients import fits_whole_gradient
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -29,6 +31,10 @@ PREFILL_TOKENS = 16384
 """Prompt tokens that a deployment takes at a time, at most."""
 SERVING_FIXED = GIB // 2
 """Estimate: memory of recorded steps and libraries on a deployment's GPU."""
+CHANGED_SHARES = ((1e-6, 0.03), (1e-5, 0.2))
+"""Of a bfloat16 model's elements, by learning rate: measured, at 1e-5 from 0.16 to 0.23."""
+READS_PARTS = False
+"""Whether a rank of several reads its own part of the weights alone when it starts."""
 FEWEST_CACHE_SLOTS = 16
 """Slots that the embedded engine's cache has at least."""
 
@@ -49,6 +55,8 @@ class TrainerSetting:
     """Passes of more tokens than this compute activations again; None never does."""
     has_reference: bool = False
     """Whether a second, frozen model is the reference; LoRA uses its own base."""
+    sums_whole: bool = True
+    """Whether ranks add up whole gradients (``planning.gradients``), or each its own part."""
     offload_optimizer: bool = False
     """Whether ranks keep their parts of weights, gradients and moments in the host's memory."""
     snapshots_on_device: int = 0
@@ -68,24 +76,79 @@ class TrainerSetting:
 
 
 def trainer_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
-    """The most that one rank holds on its GPU: in the backward pass of a full micro-batch."""
-    size, tokens = ITEMSIZE[setting.dtype], setting.micro_batch_tokens
-    parts = {} if setting.offload_optimizer else rank_state_bytes(model, setting)
+    """The most that one rank holds on its GPU, in the last backward pass of an optimizer step.
+
+    Of the three moments that may be the fullest, this is the one that is.
+    """
+    kept = {} if setting.offload_optimizer else rank_state_bytes(model, setting)
     if setting.has_reference and setting.lora_rank is None:
-        parts["reference"] = _share(size * model.parameters, setting.ranks)
+        kept["reference"] = reference_bytes(model, setting)
+    kept["snapshots"] = setting.snapshots_on_device * snapshot_bytes(model, setting)
+    moments = (
+        _at_the_head(model, setting),
+        _in_a_layer(model, setting),
+        _at_the_end(model, setting),
+    )
+    fullest = max(moments, key=lambda parts: sum(parts.values()))
+    return {name: size for name, size in (kept | fullest).items() if size}
+
+
+def _at_the_head(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
+    """When the backward pass begins: activations of all layers, and a chunk of logits."""
+    # The head's gradient, and the next chunk's beside it.
+    head = 2 * ITEMSIZE[setting.dtype] * model.vocab * model.hidden
+    return {
+        "gathered weights": _gathered(model, setting, layers=0),
+        "gradients on their way": _whole_sums(model, setting) + _if_full(head, setting),
+        "activations": setting.micro_batch_tokens * activation_bytes_per_token(model, setting),
+        "logits": logit_bytes(model, setting),
+    }
+
+
+def _in_a_layer(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
+    """When the last layer has been computed: its gradient is complete, and is sent."""
+    size, tokens = ITEMSIZE[setting.dtype], setting.micro_batch_tokens
     if setting.ranks > 1:
-        parts["gathered layers"] = gathered_bytes(model, setting)
-        parts["unreduced gradients"] = unreduced_bytes(model, setting)
-    elif setting.lora_rank is None:
+        own = size * model.vocab * model.hidden + (size + 4) * model.layer_parameters
+    else:
         # A new gradient of one tensor, and its sum with the accumulated one.
-        parts["arriving gradient"] = (size if size == 4 else size + 4) * model.largest_tensor
-    parts["activations"] = tokens * activation_bytes_per_token(model, setting)
-    if setting.recomputes:
-        parts["recomputed layer"] = tokens * layer_bytes_per_token(model, setting)
-    parts["working memory"] = tokens * size * (3 * _widest(model) + 4 * model.hidden)
-    parts["logits"] = logit_bytes(model, setting)
-    parts["snapshots"] = setting.snapshots_on_device * snapshot_bytes(model, setting)
-    return {name: size for name, size in parts.items() if size}
+        own = (size if size == 4 else size + 4) * model.largest_tensor
+    return {
+        "gathered weights": _gathered(model, setting, layers=2),
+        "gradients on their way": _whole_sums(model, setting) + _if_full(own, setting),
+        "activations": tokens * activation_bytes_per_token(model, setting),
+        "recomputed layer": tokens * layer_bytes_per_token(model, setting) * setting.recomputes,
+        "working memory": _working_bytes(model, setting),
+    }
+
+
+def _at_the_end(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
+    """When all layers are done: the gradient of what is in no layer is complete, and is sent."""
+    if setting.ranks == 1:
+        return {}
+    size, sums = ITEMSIZE[setting.dtype], 4 * setting.sums_whole
+    return {
+        "gathered weights": _gathered(model, setting, layers=0),
+        "gradients on their way": _if_full((size + 4 + sums) * model.outer_parameters, setting),
+    }
+
+
+def _if_full(num_bytes: int, setting: TrainerSetting) -> int:
+    return num_bytes if setting.lora_rank is None else 0
+
+
+def _whole_sums(model: Architecture, setting: TrainerSetting) -> int:
+    """Gradients of earlier micro-batches, added up whole."""
+    is_whole = setting.ranks > 1 and setting.sums_whole
+    return _if_full(4 * model.parameters * is_whole, setting)
+
+
+def _gathered(model: Architecture, setting: TrainerSetting, *, layers: int) -> int:
+    """Weights that a rank has whole: those that are in no layer, a layer's and the next one's."""
+    if setting.ranks == 1:
+        return 0
+    whole = model.outer_parameters + layers * model.layer_parameters
+    return ITEMSIZE[setting.dtype] * whole
 
 
 def state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
@@ -127,24 +190,17 @@ def rank_state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, 
     return whole | {"weights": base + adapter}
 
 
-def unreduced_bytes(model: Architecture, setting: TrainerSetting) -> int:
-    """Gradients that a rank adds up whole, and reduces after a request's last micro-batch only.
-
-    That saves communication; a request of one micro-batch per rank does not need them.
-    """
-    return 4 * model.parameters if setting.lora_rank is None else 0
+def choose_sums(model: Architecture, setting: TrainerSetting, memory: int) -> bool:
+    """What the trainer chooses for ``sums_whole`` on GPUs of so many bytes."""
+    held = 0 if setting.offload_optimizer else sum(rank_state_bytes(model, setting).values())
+    return fits_whole_gradient(model.parameters, held=held, memory=memory)
 
 
-def gathered_bytes(model: Architecture, setting: TrainerSetting) -> int:
-    """What a rank holds unsharded at once: the embedding and head, a layer, and the next layer.
-
-    If all parameters are trained, also the gradient of one of them before it is reduced.
-    """
-    size = ITEMSIZE[setting.dtype]
-    whole = size * (model.embedding_parameters + 2 * model.layer_parameters)
-    if setting.lora_rank is None:
-        whole += size * max(model.embedding_parameters, model.layer_parameters)
-    return whole
+def reference_bytes(model: Architecture, setting: TrainerSetting) -> int:
+    """What a frozen model beside the policy holds: a trainer of its own, of as many ranks."""
+    held = 0 if setting.offload_optimizer else reference_share(model, setting)
+    held += _gathered(model, setting, layers=2)
+    return held + _working_bytes(model, setting) + logit_bytes(model, setting) // 2
 
 
 def activation_bytes_per_token(model: Architecture, setting: TrainerSetting) -> int:
@@ -235,14 +291,27 @@ def snapshot_bytes(model: Architecture, setting: TrainerSetting) -> int:
     return ITEMSIZE[setting.dtype] * model.parameters
 
 
-def host_bytes(model: Architecture, setting: TrainerSetting) -> int:
-    """CPU memory of a trainer that publishes through folders, all ranks together.
+def changed_share(setting: TrainerSetting, learning_rate: float) -> float:
+    """The part of all elements that an optimizer step changes in the stored dtype.
 
-    A full policy keeps a copy of its last snapshot, and makes the next one beside it.
+    In bfloat16 a step of Adam is smaller than most elements' last bit. Between the measured rates,
+    and beyond them, the share is taken as a power of the rate.
     """
-    copies = (1 if setting.lora_rank is not None else 2) * snapshot_bytes(model, setting)
-    kept = sum(rank_state_bytes(model, setting).values()) if setting.offload_optimizer else 0
-    return copies + setting.ranks * kept
+    if setting.dtype == "float32":
+        return 1.0
+    (low, few), (high, many) = CHANGED_SHARES
+    power = math.log(many / few) / math.log(high / low)
+    return min(1.0, few * (learning_rate / low) ** power)
+
+
+def delta_bytes(model: Architecture, setting: TrainerSetting, learning_rate: float) -> int:
+    """A weight sync that sends changed elements: each with a byte that says where, or a bitmap."""
+    whole = snapshot_bytes(model, setting)
+    if setting.lora_rank is not None:
+        return whole
+    share = changed_share(setting, learning_rate)
+    each = ITEMSIZE[setting.dtype] * share + min(share, 1 / 8)
+    return min(whole, round(each * model.parameters))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,10 +336,13 @@ def replica_bytes(model: Architecture, setting: ReplicaSetting) -> dict[str, int
     size, slots = ITEMSIZE[setting.dtype], setting.sequences
     if setting.engine == "embedded":
         slots = max(slots, FEWEST_CACHE_SLOTS)
-    # Tensor parallelism splits heads: a GPU has at least one.
-    splits = min(setting.gpus, model.kv_heads)
-    cache = slots * setting.context * model.kv_bytes_per_token(size)
-    weights = _share(size * model.parameters, setting.gpus)
+    # Tensor parallelism splits key heads. On more GPUs than these, each has a copy of one of them:
+    # of its keys and values, and of the weights that compute them.
+    splits = min(setting.gpus, model.cache_heads)
+    cache = slots * model.kv_bytes(setting.context, size)
+    copied = model.num_layers * model.hidden * model.cache_width if model.cache_heads > 1 else 0
+    weights = _share(size * (model.parameters - copied), setting.gpus)
+    weights += _share(size * copied, splits)
     if setting.lora_rank is not None:
         weights += 4 * adapter_parameters(model, setting)
     prefill = PREFILL_TOKENS * size * (3 * _widest(model) + 4 * model.hidden)
@@ -281,6 +353,19 @@ def replica_bytes(model: Architecture, setting: ReplicaSetting) -> dict[str, int
     return parts
 
 
+def reference_share(model: Architecture, setting: TrainerSetting) -> int:
+    """One rank's part of the reference's weights; 0 where it has none of its own."""
+    if not setting.has_reference or setting.lora_rank is not None:
+        return 0
+    return _share(ITEMSIZE[setting.dtype] * model.parameters, setting.ranks)
+
+
+def _working_bytes(model: Architecture, setting: TrainerSetting) -> int:
+    """Estimate: what the operations of one layer have beside what they keep."""
+    each = ITEMSIZE[setting.dtype] * (3 * _widest(model) + 4 * model.hidden)
+    return setting.micro_batch_tokens * each
+
+
 def _widest(model: Architecture) -> int:
     dense = model.inner if model.dense_layers else 0
     return max(dense, model.experts_per_token * model.expert_inner)
@@ -288,3 +373,63 @@ def _widest(model: Architecture) -> int:
 
 def _share(num_bytes: int, count: int) -> int:
     return -(-num_bytes // count)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one machine runs of a trainer and a deployment."""
+
+    ranks: int
+    """The first of the trainer's, if any."""
+    replicas: int
+
+
+def host_bytes(
+    model: Architecture,
+    trainer: TrainerSetting,
+    replica: ReplicaSetting,
+    machine: Machine,
+    *,
+    learning_rate: float,
+    is_inline: bool = False,
+) -> dict[str, int]:
+    """The machine's memory for weights at the ``start``, and in a weight ``sync``.
+
+    The memory of the processes themselves, some 1 GiB each, and files in the page cache are not
+    in it. ``is_inline`` says that snapshots never leave the GPU.
+    """
+    kept = 0
+    if trainer.offload_optimizer:
+        own = sum(rank_state_bytes(model, trainer).values()) + reference_share(model, trainer)
+        kept = machine.ranks * own
+    start = machine.ranks * start_bytes(model, trainer)
+    if is_inline:
+        return {"start": start, "sync": kept}
+    sent = snapshot_bytes(model, trainer)
+    delta = delta_bytes(model, trainer, learning_rate)
+    sync = 0
+    if machine.ranks:
+        # Rank 0 has the last snapshot, the new one, a delta where that is not the new one, and
+        # a tensor twice that is gathered or compared.
+        is_full = trainer.lora_rank is None
+        sync += (1 + is_full) * sent + delta * (is_full and trainer.dtype != "float32")
+        sync += 2 * ITEMSIZE[trainer.dtype] * model.largest_tensor * is_full
+    # All of vLLM's workers on a machine share the served weights and the new ones; Hearth's own
+    # engine has them on the GPU.
+    if machine.replicas:
+        sync += delta + (2 * sent if replica.engine == "vllm" else 0)
+    return {"start": max(start, kept), "sync": kept + sync}
+
+
+def start_bytes(model: Architecture, setting: TrainerSetting) -> int:
+    """What a rank has in the host's memory while it starts, and its reference's rank with it.
+
+    A rank of several that reads the whole model makes all of it float32 if that is trained.
+    """
+    read = ITEMSIZE[setting.dtype] * model.parameters
+    trained = read
+    if setting.ranks > 1 and READS_PARTS:
+        read = trained = _share(read, setting.ranks)
+    elif setting.ranks > 1 and setting.lora_rank is None:
+        trained = 4 * model.parameters
+    return trained + (read if setting.has_reference and setting.lora_rank is None else 0)

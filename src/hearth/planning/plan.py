@@ -6,6 +6,7 @@ deployment's replicas, so that neither waits long for the other.
 
 from __future__ import annotations
 
+import bisect
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,13 @@ from hearth.errors import ConfigError
 from hearth.planning.architecture import Architecture, LoraPart
 from hearth.planning.memory import (
     GIB,
-    ITEMSIZE,
     SNAPSHOTS_IN_MEMORY,
     Dtype,
+    Machine,
     ReplicaSetting,
     TrainerSetting,
-    activation_bytes_per_token,
+    choose_sums,
+    delta_bytes,
     host_bytes,
     replica_bytes,
     snapshot_bytes,
@@ -36,8 +38,12 @@ MOST_REPLICAS = 64
 """Of one deployment."""
 MICRO_BATCH_TOKENS = 16384
 """Default size of a trainer's pass."""
-CHANGED_SHARE = 0.03
-"""Bytes of a delta over those of a base, as measured in benchmarks/RESULTS.md for bfloat16."""
+FEWEST_SEQUENCES = 8
+"""Completions that each replica has room for at least, if the user names no number."""
+MOST_SEQUENCES = 64
+"""Completions that a replica takes at a time by default (``max_batch_size``)."""
+SHARED_SEQUENCES = 16
+"""Completions on a GPU that trainer and deployment share, if the user names no number."""
 _SPLITS = (1, 2, 4, 8)
 _MOST_GPUS = 1024
 _MOST_FINE_STEPS = 128
@@ -65,8 +71,13 @@ class PlanRequest:
     has_reference: bool = False
     offload_optimizer: bool = False
     """Have ranks keep their parts of weights, gradients and moments in the host's memory."""
-    concurrent: int = 64
-    """Completions in flight at one time, over all replicas."""
+    concurrent: int | None = None
+    """Completions in flight at one time, over all replicas; None is as many as there is room for,
+    up to 64 of a replica, and 16 where trainer and deployment share a GPU."""
+    learning_rate: float = 1e-5
+    """Which of the weights' elements a step changes in bfloat16 follows from it."""
+    host_memory_gib: float | None = None
+    """Memory of each machine; layouts that fit it go before others. None compares nothing."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "context", "concurrent", "lora_rank"):
@@ -75,8 +86,10 @@ class PlanRequest:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
         if not self.lora_targets:
             raise ConfigError("lora_targets must be one or more of attn, mlp, unembed, got none")
-        if not self.gpu_memory_gib > 0:
-            raise ConfigError(f"gpu_memory_gib must be > 0, got {self.gpu_memory_gib}")
+        for name in ("gpu_memory_gib", "host_memory_gib", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be > 0, got {value}")
         longest = self.model.max_positions
         if longest is not None and self.context > longest:
             raise ConfigError(
@@ -127,14 +140,16 @@ class Plan:
     fits: bool
     layout: Layout
     """If nothing fits, the layout that misses least memory."""
-    host_bytes: int
-    """CPU memory of the trainer for publishing weights."""
+    host_bytes: dict[str, int]
+    """Memory of the machine that needs most: at the ``start``, and in a weight ``sync``."""
     base_bytes: int
     """Of a weight sync that sends all weights."""
     delta_bytes: int
     """Estimate for a weight sync that sends changed elements."""
     shortage: dict[str, int]
     """Bytes that a GPU lacks, by the worker that needs them."""
+    host_shortage: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes that a machine lacks, at the ``start`` or in a ``sync``; empty if it is not known."""
     advice: list[str] = field(default_factory=list[str])
     """Changes that would fit, the smallest of each kind."""
 
@@ -142,17 +157,46 @@ class Plan:
 def make_plan(request: PlanRequest) -> Plan:
     """Whether it fits, how to divide the GPUs, and if not, what would fit."""
     best = find_best_layout(request)
-    layout = best or find_nearest_layout(request)
+    layout = _keep_most(request, best or find_nearest_layout(request))
     base = snapshot_bytes(request.model, layout.trainer)
     return Plan(
         fits=best is not None,
         layout=layout,
-        host_bytes=0 if layout.placement == "inline" else host_bytes(request.model, layout.trainer),
+        host_bytes=_host_bytes(request, layout),
         base_bytes=base,
-        delta_bytes=base if request.lora_rank is not None else _delta_bytes(base, request.dtype),
+        delta_bytes=delta_bytes(request.model, layout.trainer, request.learning_rate),
         shortage={} if best is not None else layout.excess(request.room),
+        host_shortage=_host_shortage(request, layout),
         advice=[] if best is not None else list(_advice(request)),
     )
+
+
+def _host_shortage(request: PlanRequest, layout: Layout) -> dict[str, int]:
+    if request.host_memory_gib is None:
+        return {}
+    room = int(request.host_memory_gib * GIB)
+    host = _host_bytes(request, layout)
+    return {when: size - room for when, size in host.items() if size > room}
+
+
+def _host_bytes(request: PlanRequest, layout: Layout) -> dict[str, int]:
+    """Of the machine that needs most: the first one, with rank 0, or one of replicas alone."""
+    ranks, split = layout.trainer.ranks, layout.replica.gpus
+    first = min(ranks, GPUS_OF_A_MACHINE)
+    beside = 0 if layout.is_shared else (GPUS_OF_A_MACHINE - first) // split
+    if layout.is_shared or request.gpus <= GPUS_OF_A_MACHINE:
+        beside = layout.replicas
+    alone = min(layout.replicas, GPUS_OF_A_MACHINE // split)
+    options = {"learning_rate": request.learning_rate, "is_inline": layout.placement == "inline"}
+    machines = [
+        host_bytes(request.model, layout.trainer, layout.replica, Machine(first, beside), **options)
+    ]
+    if not layout.is_shared and beside < alone:
+        machine = Machine(0, alone)
+        machines.append(
+            host_bytes(request.model, layout.trainer, layout.replica, machine, **options)
+        )
+    return {when: max(machine[when] for machine in machines) for when in machines[0]}
 
 
 def shape_name(model: str, request: PlanRequest) -> str:
@@ -239,9 +283,10 @@ def find_best_layout(request: PlanRequest) -> Layout | None:
         )
     gpu = Gpu()
 
-    def cost(layout: Layout) -> tuple[float, int]:
+    def cost(layout: Layout) -> tuple[bool, float, int]:
         # Of equally fast layouts, the one with fewer GPUs.
-        return _token_s(request, layout, gpu), layout.gpus
+        is_short = bool(_host_shortage(request, layout))
+        return is_short, _token_s(request, layout, gpu), layout.gpus
 
     candidates: list[Layout] = []
     for split in _SPLITS:
@@ -257,15 +302,21 @@ def find_best_layout(request: PlanRequest) -> Layout | None:
 
 def find_nearest_layout(request: PlanRequest) -> Layout:
     """The layout that misses least memory."""
-    layouts = list(_shared_layouts(request))
-    if request.gpus > 1:
-        layouts = [layout for split in _SPLITS for layout in _divided_layouts(request, split)]
+    layouts = list_layouts(request)
     return min(layouts, key=lambda layout: sum(layout.excess(request.room).values()))
+
+
+def list_layouts(request: PlanRequest) -> list[Layout]:
+    """All layouts that are tried, whether they fit or not."""
+    if request.gpus == 1:
+        return list(_shared_layouts(request))
+    return [layout for split in _SPLITS for layout in _divided_layouts(request, split)]
 
 
 def _shared_layouts(request: PlanRequest) -> Iterator[Layout]:
     """One GPU: the whole platform in the recipe's process, then in processes of their own."""
-    embedded = _replica(request, engine="embedded", gpus=1, sequences=request.concurrent)
+    sequences = request.concurrent or SHARED_SEQUENCES
+    embedded = _replica(request, engine="embedded", gpus=1, sequences=sequences)
     placements: tuple[Placement, ...] = ("inline", "process")
     for placement in placements:
         # In one process the deployment loads from the snapshots that the trainer keeps in memory.
@@ -289,11 +340,15 @@ def _divided_layouts(request: PlanRequest, split: int) -> Iterator[Layout]:
     placement: Placement = "process" if request.gpus <= GPUS_OF_A_MACHINE else "ray"
     for ranks in _rank_counts(request.gpus):
         replicas = min(MOST_REPLICAS, (request.gpus - ranks) // split)
-        if replicas == 0 or split > request.model.kv_heads:
+        # vLLM gives each GPU as many heads.
+        if replicas == 0 or request.model.heads % split:
             continue
         trainer = _trainer(request, ranks=ranks, room=request.room)
-        sequences = -(-request.concurrent // replicas)
-        replica = _replica(request, engine="vllm", gpus=split, sequences=sequences)
+        replica = _replica(request, engine="vllm", gpus=split, sequences=FEWEST_SEQUENCES)
+        if request.concurrent is not None:
+            replica = replace(replica, sequences=-(-request.concurrent // replicas))
+        else:
+            replica = replace(replica, sequences=_count_sequences(request, replica))
         yield Layout(
             placement=placement,
             trainer=trainer,
@@ -312,6 +367,15 @@ def _rank_counts(gpus: int) -> range:
     return range(GPUS_OF_A_MACHINE, gpus, GPUS_OF_A_MACHINE)
 
 
+def _count_sequences(request: PlanRequest, replica: ReplicaSetting) -> int:
+    """Completions of their whole context that a replica has room for, within limits."""
+    used = sum(replica_bytes(request.model, replica).values())
+    more = replace(replica, sequences=replica.sequences + 1)
+    each = sum(replica_bytes(request.model, more).values()) - used
+    free = (request.room - used) // each
+    return max(FEWEST_SEQUENCES, min(MOST_SEQUENCES, replica.sequences + free))
+
+
 def _replica(
     request: PlanRequest, *, engine: Literal["embedded", "vllm"], gpus: int, sequences: int
 ) -> ReplicaSetting:
@@ -327,7 +391,7 @@ def _replica(
 
 
 def _trainer(request: PlanRequest, *, ranks: int, room: int, kept: int = 0) -> TrainerSetting:
-    """The fastest setting that fits: large passes, and activations kept as far as there is room."""
+    """The fastest setting that fits: large passes, and all activations kept if there is room."""
     plain = TrainerSetting(
         dtype=request.dtype,
         ranks=ranks,
@@ -338,22 +402,31 @@ def _trainer(request: PlanRequest, *, ranks: int, room: int, kept: int = 0) -> T
         offload_optimizer=request.offload_optimizer and ranks > 1,
         micro_batch_tokens=max(request.context, MICRO_BATCH_TOKENS),
     )
+    memory = int(request.gpu_memory_gib * GIB)
+    plain = replace(plain, sums_whole=choose_sums(request.model, plain, memory))
     if _needs(request, plain) <= room:
         return plain
-    large = _recomputing(request, plain, room)
+    large = replace(plain, recompute_above=1)
     if _needs(request, large) <= room:
         return large
     small = replace(plain, micro_batch_tokens=request.context)
-    return small if _needs(request, small) <= room else _recomputing(request, small, room)
+    return small if _needs(request, small) <= room else replace(small, recompute_above=1)
 
 
-def _recomputing(request: PlanRequest, plain: TrainerSetting, room: int) -> TrainerSetting:
-    """With recomputation of passes that have too many tokens for the room."""
-    smallest = replace(plain, recompute_above=1)
-    used = trainer_bytes(request.model, smallest)
-    rest = sum(used.values()) - used["activations"] - used.get("recomputed layer", 0)
-    most = (room - rest) // activation_bytes_per_token(request.model, plain)
-    return replace(plain, recompute_above=max(1, min(most, plain.micro_batch_tokens - 1)))
+def _keep_most(request: PlanRequest, layout: Layout) -> Layout:
+    """With recomputation of those passes only that have too many tokens for the room."""
+    trainer = layout.trainer
+    if not trainer.recomputes:
+        return layout
+    room = request.room - layout.is_shared * sum(layout.replica_bytes.values())
+
+    def is_too_long(tokens: int) -> bool:
+        plain = replace(trainer, micro_batch_tokens=tokens, recompute_above=None)
+        return _needs(request, plain) > room
+
+    longer = range(2, trainer.micro_batch_tokens)
+    most = 1 + bisect.bisect_left(longer, True, key=is_too_long)
+    return replace(layout, trainer=replace(trainer, recompute_above=most))
 
 
 def _needs(request: PlanRequest, setting: TrainerSetting) -> int:
@@ -367,11 +440,6 @@ def _token_s(request: PlanRequest, layout: Layout, gpu: Gpu) -> float:
     return max(1 / (trained * layout.trainer.ranks), 1 / (sampled * layout.replicas))
 
 
-def _delta_bytes(base: int, dtype: Dtype) -> int:
-    # An optimizer step changes every bit pattern in float32.
-    return base if ITEMSIZE[dtype] == 4 else round(CHANGED_SHARE * base)
-
-
 def _advice(request: PlanRequest) -> Iterator[str]:
     """Changes that make it fit, each by itself."""
     if request.dtype == "float32" and _fits(replace(request, dtype="bfloat16")):
@@ -382,7 +450,7 @@ def _advice(request: PlanRequest) -> Iterator[str]:
     if gpus := next(more, 0):
         yield f"more GPUs fit, with more ranks or replicas: --gpus {gpus}"
     for name in ("context", "concurrent"):
-        value: int = getattr(request, name)
+        value: int = getattr(request, name) or SHARED_SEQUENCES
         less = (half for half in _halves(value) if _fits(replace(request, **{name: half})))
         if half := next(less, 0):
             yield f"less of it at a time fits: --{name} {half}"
@@ -402,7 +470,7 @@ def _advise_adapter(request: PlanRequest) -> Iterator[str]:
     if _fits(adapter):
         yield f"an adapter fits: {flags}"
         return
-    for half in _halves(request.concurrent):
+    for half in _halves(request.concurrent or SHARED_SEQUENCES):
         if _fits(replace(adapter, concurrent=half)):
             yield f"an adapter with fewer completions at a time fits: {flags} --concurrent {half}"
             return

@@ -48,12 +48,8 @@ def sampling_tokens_per_s(model: Architecture, setting: ReplicaSetting, gpu: Gpu
     that at least one sequence uses; all experts are taken as equally likely.
     """
     size, sequences = ITEMSIZE[setting.dtype], setting.sequences
-    weights = model.active_parameters
-    if model.sparse_layers:
-        unused = (1 - model.experts_per_token / model.experts) ** sequences
-        read = model.experts * (1 - unused) - model.experts_per_token
-        weights += round(model.sparse_layers * read * model.expert_parameters)
-    cache = sequences * setting.context // 2 * model.kv_bytes_per_token(size)
+    weights = model.parameters - model.lookup_parameters - model.idle_parameters(sequences)
+    cache = sequences * model.kv_bytes(setting.context // 2, size)
     read_s = (size * weights + cache) / (gpu.decoding_share * gpu.bytes_per_s)
     product_s = (
         2 * model.active_parameters * sequences / (gpu.training_share * gpu.operations_per_s)

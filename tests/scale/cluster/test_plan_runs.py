@@ -23,7 +23,7 @@ def check_steps(records):
 
 
 def test_ranks_and_replicas_are_those_of_the_shape(tmp_path):
-    printed = plan(tmp_path, "qwen3-4b", "--gpus=8")
+    printed = plan(tmp_path, "qwen3-4b", "--gpus=8", "--no-reference")
     assert printed.lines[0] == "hearth serve --catalog shapes.toml --placement process"
     (shape,) = printed.shapes
     assert shape["engine"] == "vllm"
@@ -38,7 +38,7 @@ def test_ranks_and_replicas_are_those_of_the_shape(tmp_path):
 
 
 def test_ranks_keep_their_parts_in_the_hosts_memory_and_so_do_those_of_the_reference(tmp_path):
-    printed = plan(tmp_path, "qwen3-8b", "--gpus=8", "--reference", "--offload-optimizer")
+    printed = plan(tmp_path, "qwen3-8b", "--gpus=8", "--offload-optimizer")
     policy, reference = printed.shapes
     assert policy["ranks"] == reference["ranks"] > 1
     assert policy["offload_optimizer"] is reference["offload_optimizer"] is True
@@ -54,7 +54,7 @@ def test_ranks_keep_their_parts_in_the_hosts_memory_and_so_do_those_of_the_refer
 
 
 def test_two_gpus_share_the_weights_of_a_replica(tmp_path):
-    printed = plan(tmp_path, "qwen3-32b", "--gpus=8", "--lora-rank=32")
+    printed = plan(tmp_path, "qwen3-32b", "--gpus=8", "--lora-rank=32", "--concurrent=64")
     (shape,) = printed.shapes
     assert shape["trainer_mode"] == "LORA_TRAINER"
     assert shape["engine_options"] == {"tensor_parallel_size": 2}
@@ -63,7 +63,9 @@ def test_two_gpus_share_the_weights_of_a_replica(tmp_path):
     check_steps(printed.train())
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora-rank=32",)], ids=["full", "adapter"])
+@pytest.mark.parametrize(
+    "flags", [("--no-reference",), ("--lora-rank=32",)], ids=["full", "adapter"]
+)
 def test_a_cluster_of_ray_has_ranks_and_replicas_on_its_nodes(tmp_path, two_nodes, flags):
     printed = plan(tmp_path, "qwen3-8b", "--gpus=16", *flags)
     assert printed.lines[0] == "hearth serve --catalog shapes.toml --placement ray"

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tests.unit.planning.families import PUBLISHED
 
-from hearth.cli.plan import plan
+from hearth.cli.plan import PlanFlags, plan
+from training.recipes.rl_loop import Config
 
 
 @pytest.fixture
@@ -27,9 +28,10 @@ def test_a_plan_says_who_gets_which_gpus_and_gives_the_shape(folder, capsys):
     assert "8,190,735,360 parameters, 8,190,735,360 trained" in shown
     assert "fits 8 x 80 GiB at 8,192 tokens" in shown
     shape = tomllib.loads(shown[shown.index("# shapes.toml") :].rsplit("# in a shell", 1)[0])
-    (values,) = shape["shapes"].values()
+    values, reference = shape["shapes"].values()
+    assert reference["trainer_mode"] == "FORWARD_ONLY"
     assert values["base_model"] == str(folder)
-    assert values["ranks"] >= 3
+    assert values["ranks"] >= 2
     assert values["ranks"] + values["replicas"] == 8
 
 
@@ -43,6 +45,30 @@ def test_a_registered_models_prompts_are_tokenized_with_its_source(folder, capsy
 
     *_, train = json.loads(capsys.readouterr().out)["commands"]
     assert f"--base-model {name} --deployment.tokenizer-model {folder} " in train
+
+
+def test_the_reference_and_the_learning_rate_are_those_of_a_recipe_without_settings(folder, capsys):
+    assert plan(make_arguments(folder, "--json")) == 0
+    usual = json.loads(capsys.readouterr().out)
+    assert plan(make_arguments(folder, "--json", "--no-reference")) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert plan(make_arguments(folder, "--json", "--lora-rank", "8")) == 0
+    adapter = json.loads(capsys.readouterr().out)
+
+    assert Config.kl_beta > 0
+    assert PlanFlags.learning_rate == Config.learning_rate
+    assert usual["layout"]["trainer_bytes"]["reference"] > 0
+    assert "reference" not in without["layout"]["trainer_bytes"]
+    assert "reference" not in adapter["layout"]["trainer_bytes"]
+
+
+def test_the_hosts_memory_is_shown_and_compared(folder, capsys):
+    assert plan(make_arguments(folder, "--host-memory-gib", "50")) == 0
+
+    shown = capsys.readouterr().out
+    assert "memory of the fullest machine: " in shown
+    assert "; it has 50 GiB" in shown
+    assert "short: memory of a machine in its sync, by " in shown
 
 
 def test_a_plan_as_json_has_bytes(folder, capsys):

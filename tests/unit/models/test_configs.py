@@ -21,10 +21,10 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
 
     found = read_config(str(tmp_path))
 
-    assert (found["hidden_size"], found["num_attention_heads"]) == (64, 4)
+    assert (found.hidden_size, found.num_attention_heads) == (64, 4)
     # What the file leaves out is the family's.
-    assert found["num_key_value_heads"] == 4
-    assert found["vocab_size"] == 32000
+    assert found.num_key_value_heads == 4
+    assert found.vocab_size == 32000
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_of_a_hub_id_the_config_alone_is_downloaded_or_taken_from_the_cache(
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
 
-    assert read_config("somebody/a-model")["hidden_size"] == 64
+    assert read_config("somebody/a-model").hidden_size == 64
     assert asked == [("somebody/a-model", "config.json", False)]
 
 

@@ -39,6 +39,20 @@ def qwen3(**changes: Any) -> Any:
     return transformers.AutoConfig.for_model("qwen3", **(sizes | changes))
 
 
+def qwen3_moe(**changes: Any) -> Any:
+    """The config of a Qwen3 with experts as published."""
+    sizes = {
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+    return transformers.AutoConfig.for_model("qwen3_moe", **(sizes | changes))
+
+
 PUBLISHED: dict[str, Any] = {
     "qwen3-0p6b": lambda: qwen3(
         hidden_size=1024,
@@ -70,20 +84,22 @@ PUBLISHED: dict[str, Any] = {
     "qwen3-32b": lambda: qwen3(
         hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
     ),
-    "qwen3-30b-a3b": lambda: transformers.AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=151936,
+    "qwen3-30b-a3b": lambda: qwen3_moe(
         hidden_size=2048,
         intermediate_size=6144,
-        head_dim=128,
         num_hidden_layers=48,
         num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
         moe_intermediate_size=768,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
     ),
 }
 """Configs by the names that the catalog gives the models."""
+OTHERS: dict[str, Any] = {
+    "qwen3-235b-a22b": lambda: qwen3_moe(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        moe_intermediate_size=1536,
+    )
+}
+"""Configs of models that the catalog does not have."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tests.unit.planning.families import PUBLISHED, tiny
+from tests.unit.architectures import ARCHITECTURES, MIXTURES, make_config
+from tests.unit.planning.families import PUBLISHED
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hearth.control.catalog import read_catalog
 from hearth.errors import ConfigError
-from hearth.models.lora import linear_parts
-from hearth.planning.architecture import read_architecture
+from hearth.models.loading import LoraOptions
+from hearth.models.lora import target_modules
+from hearth.models.sizes import read_architecture
+from hearth.planning.architecture import LoraPart
 
 
 def built(config: Any) -> Any:
@@ -26,29 +29,19 @@ def counted(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-        ("llama", {"head_dim": 32}),
-        ("mistral", {}),
-        ("qwen2", {}),
-        ("qwen2", {"tie_word_embeddings": True}),
-        ("qwen3", {}),
-        ("qwen3", {"head_dim": 24, "attention_bias": True}),
-        ("qwen3_moe", {}),
-        ("qwen3_moe", {"decoder_sparse_step": 2, "attention_bias": True}),
-        ("qwen3_moe", {"mlp_only_layers": [0], "tie_word_embeddings": True}),
-    ],
-)
-def test_parameters_are_those_of_the_module(kind: str, changes: dict[str, Any]) -> None:
-    config = tiny(kind, **changes)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_sizes_are_read_from_the_model_of_any_architecture(kind: str) -> None:
+    config = make_config(kind)
+    module = built(config)
 
-    model = read_architecture(config.to_dict())
+    model = read_architecture(config)
 
-    assert model.parameters == counted(built(config))
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    assert model.parameters == counted(module)
+    assert model.layer_parameters == max(map(counted, layers))
+    assert model.outer_parameters == counted(module) - sum(map(counted, layers))
+    assert model.largest_tensor == max(parameter.numel() for parameter in module.parameters())
+    assert (model.num_layers, model.vocab) == (2, 96)
 
 
 @pytest.mark.slow
@@ -56,7 +49,7 @@ def test_parameters_are_those_of_the_module(kind: str, changes: dict[str, Any]) 
 def test_published_models_have_the_parameters_that_the_catalog_says(name: str) -> None:
     config = PUBLISHED[name]()
 
-    model = read_architecture(config.to_dict())
+    model = read_architecture(config)
 
     listed = read_catalog().models[f"accounts/fireworks/models/{name}"]
     assert model.parameters == listed.parameters == counted(built(config))
@@ -64,7 +57,7 @@ def test_published_models_have_the_parameters_that_the_catalog_says(name: str) -
 
 
 def test_a_token_meets_the_experts_it_is_sent_to_and_no_others() -> None:
-    model = read_architecture(PUBLISHED["qwen3-30b-a3b"]().to_dict())
+    model = read_architecture(PUBLISHED["qwen3-30b-a3b"]())
 
     # What the model's name calls 3 billion, without the embedding's lookup.
     idle = 48 * 120 * 3 * 2048 * 768
@@ -72,48 +65,50 @@ def test_a_token_meets_the_experts_it_is_sent_to_and_no_others() -> None:
     assert round(model.active_parameters / 1e9) == 3
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_the_largest_layer_and_tensor_are_those_of_the_module(kind: str) -> None:
-    config = tiny(kind, **({"mlp_only_layers": [0]} if kind == "qwen3_moe" else {}))
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("part", ["attn", "mlp", "unembed"])
+def test_an_adapter_has_the_parameters_that_peft_gives_it(kind: str, part: LoraPart) -> None:
+    config = make_config(kind)
     module = built(config)
+    flags: Any = {f"train_{name}": name == part for name in ("attn", "mlp", "unembed")}
 
-    model = read_architecture(config.to_dict())
+    model = read_architecture(config)
 
-    assert model.layer_parameters == max(map(counted, module.model.layers))
-    assert model.largest_tensor == max(parameter.numel() for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
-def test_an_adapter_has_the_parameters_that_peft_gives_it(kind: str) -> None:
-    config = tiny(kind, **({"mlp_only_layers": [1]} if kind == "qwen3_moe" else {}))
-    module = built(config)
-    linears = [
-        module.get_submodule(name)
-        for name, part in linear_parts(module).items()
-        if part != "unembed"
+    if kind in MIXTURES and part == "mlp":
+        assert model.lora_parameters(8, (part,)) == 0
+        return
+    weights = [
+        module.get_submodule(name).weight
+        for name in target_modules(module, LoraOptions(rank=8, **flags))
     ]
-
-    model = read_architecture(config.to_dict())
-
-    expected = sum(8 * (linear.in_features + linear.out_features) for linear in linears)
-    assert model.lora_parameters(8) == expected
+    assert model.lora_parameters(8, (part,)) == sum(8 * sum(weight.shape) for weight in weights)
 
 
 def test_a_token_of_context_takes_keys_and_values_of_every_layer() -> None:
-    model = read_architecture(PUBLISHED["qwen3-8b"]().to_dict())
+    model = read_architecture(PUBLISHED["qwen3-8b"]())
 
     assert model.kv_bytes_per_token(2) == 2 * 36 * 8 * 128 * 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type must be one of ['llama', 'mistral', 'qwen2', 'qwen3'"),
-        ({"hidden_size": None}, "hidden_size must be a whole number >= 1 in the config, got None"),
-        ({"vocab_size": "9"}, "vocab_size must be a whole number >= 1 in the config, got '9'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number >= 1"),
-    ],
-)
-def test_a_config_that_cannot_be_counted_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        read_architecture(tiny("llama").to_dict() | changes)
+def test_layers_with_a_window_keep_no_more_than_it() -> None:
+    # Gemma 2's layers have a window in turns; a plain Mistral's all have one.
+    half = read_architecture(make_config("gemma2", sliding_window=16))
+    all_layers = read_architecture(make_config("mistral", sliding_window=16))
+    none = read_architecture(make_config("mistral", sliding_window=None))
+
+    token = 2 * 32 * 4
+    assert half.kv_bytes(100, 4) == (100 + 16) * token
+    assert all_layers.kv_bytes(100, 4) == 2 * 16 * token
+    assert none.kv_bytes(100, 4) == 100 * none.kv_bytes_per_token(4) == 2 * 100 * token
+
+
+def test_latent_attention_keeps_latents_that_no_two_gpus_share() -> None:
+    model = read_architecture(make_config("deepseek_v3"))
+
+    assert model.kv_bytes_per_token(2) == 2 * (16 + 8) * 2
+    assert model.cache_heads == 1
+
+
+def test_a_config_that_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model must be a causal LM that transformers knows"):
+        read_architecture(transformers.AutoConfig.for_model("vit"))

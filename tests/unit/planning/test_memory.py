@@ -18,12 +18,15 @@ from hearth.losses import builtin_objective
 from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions, attach_lora
 from hearth.models.packed import PackedDecoder
-from hearth.planning.architecture import Architecture, read_architecture
+from hearth.models.sizes import read_architecture
+from hearth.planning.architecture import Architecture
 from hearth.planning.memory import (
     LOGIT_BUDGET,
+    Machine,
     ReplicaSetting,
     TrainerSetting,
     activation_bytes_per_token,
+    delta_bytes,
     host_bytes,
     logit_bytes,
     rank_state_bytes,
@@ -45,7 +48,7 @@ TOKENS = 128
 """A multiple of 32, so that no row is padding."""
 LIMITS = Limits(96, 256, 256)
 BOTH = ("attn", "mlp")
-QWEN_8B = read_architecture(PUBLISHED["qwen3-8b"]().to_dict())
+QWEN_8B = read_architecture(PUBLISHED["qwen3-8b"]())
 
 
 def saved(folder: Path, kind: str) -> Architecture:
@@ -53,7 +56,7 @@ def saved(folder: Path, kind: str) -> Architecture:
     torch.manual_seed(0)
     config = tiny(kind)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return read_architecture(config.to_dict())
+    return read_architecture(config)
 
 
 def datum() -> DatumRecord:
@@ -221,8 +224,10 @@ def test_ranks_divide_what_is_trained_and_copy_an_adapter() -> None:
     assert sum(parts.values()) == 16 * QWEN_8B.parameters // 4
     assert shared["weights"] == 2 * QWEN_8B.parameters // 4 + 4 * size
     assert (shared["gradients"], shared["moments"]) == (4 * size, 8 * size)
-    assert trainer_bytes(QWEN_8B, full)["unreduced gradients"] == 4 * QWEN_8B.parameters
-    assert "unreduced gradients" not in trainer_bytes(QWEN_8B, adapter)
+    own = replace(full, sums_whole=False)
+    whole, in_parts = (sum(trainer_bytes(QWEN_8B, each).values()) for each in (full, own))
+    assert whole - in_parts == 4 * QWEN_8B.parameters
+    assert "gradients on their way" not in trainer_bytes(QWEN_8B, adapter)
 
 
 def test_what_is_offloaded_is_the_hosts() -> None:
@@ -232,7 +237,37 @@ def test_what_is_offloaded_is_the_hosts() -> None:
     freed = sum(trainer_bytes(QWEN_8B, near).values()) - sum(trainer_bytes(QWEN_8B, away).values())
 
     assert freed == sum(rank_state_bytes(QWEN_8B, near).values())
-    assert host_bytes(QWEN_8B, away) - host_bytes(QWEN_8B, near) == 4 * freed
+    kept, published = (
+        host_bytes(QWEN_8B, each, ReplicaSetting(), Machine(4, 0), learning_rate=1e-5)["sync"]
+        for each in (away, near)
+    )
+    assert kept - published == 4 * freed
+
+
+def test_a_sync_holds_weights_twice_on_rank_0_and_once_more_for_all_replicas_of_a_machine() -> None:
+    setting, rate = TrainerSetting(ranks=4), 1e-6
+    whole, delta = 2 * QWEN_8B.parameters, delta_bytes(QWEN_8B, setting, rate)
+
+    def sync(ranks: int, replicas: int, gpus: int) -> int:
+        replica = ReplicaSetting(gpus=gpus)
+        machine = Machine(ranks, replicas)
+        return host_bytes(QWEN_8B, setting, replica, machine, learning_rate=rate)["sync"]
+
+    assert sync(0, 3, 1) == sync(0, 2, 4) == 2 * whole + delta
+    assert sync(4, 0, 1) == sync(1, 0, 1) == 2 * whole + delta + 4 * QWEN_8B.largest_tensor
+    assert sync(4, 3, 1) == sync(4, 0, 1) + sync(0, 3, 1)
+
+
+def test_a_reference_is_another_trainer_of_as_many_ranks() -> None:
+    setting = TrainerSetting(ranks=4)
+
+    with_it = trainer_bytes(QWEN_8B, replace(setting, has_reference=True))
+    adapter = trainer_bytes(QWEN_8B, replace(setting, has_reference=True, lora_rank=8))
+
+    whole = 2 * (QWEN_8B.outer_parameters + 2 * QWEN_8B.layer_parameters)
+    assert with_it["reference"] > 2 * QWEN_8B.parameters // 4 + whole
+    assert with_it == trainer_bytes(QWEN_8B, setting) | {"reference": with_it["reference"]}
+    assert "reference" not in adapter
 
 
 def test_a_replica_divides_weights_and_cache_as_far_as_it_has_heads() -> None:
