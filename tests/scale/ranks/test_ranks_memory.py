@@ -134,48 +134,52 @@ def measure(folder: Path, name: str, setting: TrainerSetting, memory: int) -> Me
     return Measured(read_architecture(config), setting, notes)
 
 
-def assert_as_planned(found: Measured) -> None:
-    model, setting = found.model, found.setting
-    state = rank_state_bytes(model, setting)
+def assert_same_state(found: Measured) -> None:
+    """Weights, gradients and moments, but for rows that the ranks do not divide evenly."""
+    state = rank_state_bytes(found.model, found.setting)
+    for rank in found.ranks:
+        assert {name: rank[name] for name in state} == pytest.approx(state, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        TrainerSetting(ranks=2),
+        TrainerSetting(ranks=2, dtype="float32", recompute_above=1),
+        TrainerSetting(ranks=2, lora_rank=16),
+    ],
+    ids=["all weights", "float32, recomputed", "adapter"],
+)
+def test_ranks_hold_what_is_planned_within_a_tenth(tmp_path: Path, setting: TrainerSetting) -> None:
+    setting = replace(setting, micro_batch_tokens=TOKENS)
+
+    found = measure(tmp_path, "8b", setting, WHOLE)
+
+    model, (first, *others) = found.model, found.ranks
+    assert_same_state(found)
     held = sum(trainer_bytes(model, setting).values())
-    host = host_bytes(model, setting, ReplicaSetting(), Machine(1, 0), learning_rate=LEARNING_RATE)
-    first, *others = found.ranks
     # Rank 0 keeps the last snapshot of a full policy in the host's memory, which is the same here.
     kept = snapshot_bytes(model, setting) if setting.lora_rank is None else 0
     for rank in found.ranks:
-        # Rows of norms and the like that the ranks do not divide evenly.
-        assert {name: rank[name] for name in state} == pytest.approx(state, rel=1e-3)
         assert rank["pass"] == pytest.approx(held + kept * (rank is first), rel=0.1)
     if kept:
+        state = rank_state_bytes(model, setting)
+        host = host_bytes(
+            model, setting, ReplicaSetting(), Machine(1, 0), learning_rate=LEARNING_RATE
+        )
         published = state["weights"] + state["moments"] + host["sync"]
         assert first["sync"] == pytest.approx(published, rel=0.1)
         assert all(rank["sync"] < first["sync"] for rank in others)
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "memory"),
-    [
-        ("8b", TrainerSetting(ranks=2), WHOLE),
-        ("8b", TrainerSetting(ranks=2, dtype="float32", recompute_above=1), WHOLE),
-        ("8b", TrainerSetting(ranks=2, lora_rank=16), WHOLE),
-        ("32b", TrainerSetting(ranks=4, sums_whole=False, recompute_above=1), PARTS),
-        # In bfloat16 the CPU's libraries keep what they prepared for each number of tokens that an
-        # expert ever got.
-        ("30b-a3b", TrainerSetting(ranks=2, dtype="float32", sums_whole=False), PARTS),
-        ("30b-a3b", TrainerSetting(ranks=2, dtype="float32", recompute_above=1), WHOLE),
-    ],
-    ids=[
-        "8b, whole gradients",
-        "8b in float32, recomputed",
-        "8b, adapter",
-        "32b on 4 ranks, gradients in parts, recomputed",
-        "30b-a3b in float32, gradients in parts",
-        "30b-a3b in float32, whole gradients, recomputed",
-    ],
-)
-def test_ranks_hold_what_is_planned_within_a_tenth(
-    tmp_path: Path, name: str, setting: TrainerSetting, memory: int
+# Of a mixture in bfloat16 a CPU's peak says nothing: its libraries keep what they prepared for each
+# number of tokens that an expert ever got.
+@pytest.mark.parametrize(("name", "ranks"), [("32b", 4), ("30b-a3b", 2)])
+def test_ranks_of_other_models_have_the_state_that_is_planned(
+    tmp_path: Path, name: str, ranks: int
 ) -> None:
-    setting = replace(setting, micro_batch_tokens=TOKENS)
+    setting = TrainerSetting(
+        ranks=ranks, sums_whole=False, recompute_above=1, micro_batch_tokens=TOKENS // 4
+    )
 
-    assert_as_planned(measure(tmp_path, name, setting, memory))
+    assert_same_state(measure(tmp_path, name, setting, PARTS))
