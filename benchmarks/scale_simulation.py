@@ -3,9 +3,13 @@
 Events of one run are simulated: rows are admitted by the recipe's own staleness gate, completions
 are sampled on replicas that slow down as they fill, answers go through the one gateway and then
 through the one recipe process, groups are trained as they come, and every step ends with a weight
-sync that overlaps with the next batch. What a sample costs on its way, and what a byte of weights
-costs, is measured on this machine first (``scale_constants.py``). What a GPU does is estimated from
-its datasheet (``hearth.planning.rates``): 8 billion parameters in bfloat16 on H100s by default.
+sync that overlaps with the next batch. The sync waits until running completions have ended, while
+new ones wait for it, or swaps the weights amid them (``--in-flight``). Trainers of several ranks
+keep no graph between two requests, so a loss of the recipe costs them a second forward pass.
+What a sample costs on its way, and what a byte of weights costs, is measured on this machine first
+(``scale_constants.py``). What a GPU does is estimated from its datasheet
+(``hearth.planning.rates``): 8 billion parameters in bfloat16 on H100s by default.
+``scale_check.py`` compares the simulation with measured runs.
 
     python benchmarks/scale_simulation.py [--gpus 8 64 256 1024] [--constants FILE] [--json]
 
@@ -114,7 +118,14 @@ class Fleet:
     """The trainer's part of a weight sync; it does nothing else meanwhile."""
     transfer_s: float = 0.0
     load_s: float = 0.0
-    """The replicas' part; they sample nothing meanwhile."""
+    """Reading and proving it, beside the sampling."""
+    swap_s: float = 0.0
+    """The replicas' pause."""
+    in_flight: bool = False
+    """Whether running completions go on under the new weights (``in_flight_weight_updates``).
+    Else the weights are swapped when all have ended, and new ones wait."""
+    cores: float = math.inf
+    """Processors that trainer, replicas, gateway and recipe share; on GPUs each has its own."""
     prompts: int
     """Rows of a step."""
     group: int = 16
@@ -163,7 +174,9 @@ class Report:
     recipe: float
     gateway: float
     sync: float
-    """Time in which a weight sync was under way."""
+    """Time in which a weight sync was under way, draining included."""
+    drain: float
+    """Time in which a weight sync waited for running completions."""
     sync_s: float
     mean_offset: float
     """Versions by which a row was late when it was trained."""
@@ -184,7 +197,9 @@ class Report:
             "weight sync": self.sync,
         }
         fullest = max(shares, key=lambda name: shares[name])
-        return fullest if shares[fullest] >= FULL else "long completions"
+        if shares[fullest] < FULL:
+            return "long completions"
+        return "drain" if fullest == "weight sync" and self.drain > self.sync / 2 else fullest
 
 
 class Clock:
@@ -207,102 +222,221 @@ class Clock:
             then()
 
 
-class Line:
+class Cores:
+    """Processors that all who compute share evenly."""
+
+    def __init__(self, clock: Clock, count: float) -> None:
+        self._clock = clock
+        self._count = count
+        self._users: list[Computer] = []
+        self.rate = 1.0
+        """Work that is done in a second."""
+
+    def add(self, user: Computer) -> None:
+        """One more that computes at times."""
+        self._users.append(user)
+
+    def share(self) -> None:
+        """Divide the processors anew, since somebody begins or ends to compute."""
+        if math.isinf(self._count):
+            return
+        busy = sum(user.processes for user in self._users if user.is_busy)
+        rate = min(1.0, self._count / max(1, busy))
+        if rate == self.rate:
+            return
+        for user in self._users:
+            user.advance()
+        self.rate = rate
+        for user in self._users:
+            user.expect()
+
+
+class Computer:
+    """What does work at the rate that the processors allow, and then calls."""
+
+    def __init__(self, clock: Clock, cores: Cores, processes: int = 1) -> None:
+        self.processes = processes
+        self._clock = clock
+        self._cores = cores
+        self._seen_s = 0.0
+        self._number = 0
+        cores.add(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it computes now."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Note what was done until now."""
+        if self.is_busy:
+            self.work((self._clock.now - self._seen_s) * self._cores.rate)
+        self._seen_s = self._clock.now
+
+    def expect(self) -> None:
+        """Look again when the next work ends; what was expected before is forgotten."""
+        self._number += 1
+        if self.is_busy:
+            seconds = max(0.0, self.left_s()) / self._cores.rate
+            self._clock.after(seconds, functools.partial(self._end, self._number))
+
+    def work(self, seconds: float) -> None:
+        """Do that much work."""
+        raise NotImplementedError
+
+    def left_s(self) -> float:
+        """Work until the next end."""
+        raise NotImplementedError
+
+    def end(self) -> Then | None:
+        """Take out what has ended, and give what is to be called."""
+        raise NotImplementedError
+
+    def _end(self, number: int) -> None:
+        if number != self._number:
+            return
+        self.advance()
+        then = self.end()
+        self.expect()
+        self._cores.share()
+        if then is not None:
+            then()
+
+
+class Line(Computer):
     """One server, first come first served."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._free_s = 0.0
-        self._work_s = 0.0
+    def __init__(self, clock: Clock, cores: Cores, processes: int = 1) -> None:
+        super().__init__(clock, cores, processes)
+        self._works: deque[tuple[float, Then | None]] = deque()
+        self._done_s = 0.0
+        """Of the first work."""
+        self._busy_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._works)
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work done so far."""
-        return self._work_s - max(0.0, self._free_s - self._clock.now)
+        """Seconds in which it had work so far."""
+        return self._busy_s + (self._clock.now - self._seen_s if self.is_busy else 0.0)
 
     def put(self, work_s: float, then: Then | None = None) -> None:
         """Do so much work when all before it is done."""
-        self._free_s = max(self._free_s, self._clock.now) + work_s
-        self._work_s += work_s
-        if then is not None:
-            self._clock.after(self._free_s - self._clock.now, then)
+        self.advance()
+        self._works.append((work_s, then))
+        if len(self._works) == 1:
+            self.expect()
+            self._cores.share()
+
+    def advance(self) -> None:
+        """Note what was done until now."""
+        self._busy_s += self._clock.now - self._seen_s if self.is_busy else 0.0
+        super().advance()
+
+    def work(self, seconds: float) -> None:
+        self._done_s += seconds
+
+    def left_s(self) -> float:
+        return self._works[0][0] - self._done_s
+
+    def end(self) -> Then | None:
+        self._done_s = 0.0
+        return self._works.popleft()[1]
 
 
-class Replica:
+class Replica(Computer):
     """Rows that are sampled side by side, each as fast as the others; more of them wait."""
 
-    def __init__(self, clock: Clock, fleet: Fleet) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, fleet: Fleet, cores: Cores) -> None:
+        super().__init__(clock, cores)
         self._fleet = fleet
         self._running: list[tuple[float, int, int, Then]] = []
         """By the progress at which they end."""
         self._waiting: deque[tuple[int, Then]] = deque()
         self._progress = 0.0
         """Tokens that a row has sampled which ran from the beginning."""
-        self._seen_s = 0.0
-        self._number = 0
-        self._is_paused = False
+        self._order = 0
+        self._is_paused = self._is_shut = False
+        self.when_idle: Then | None = None
+        """Is called once when nothing runs any more."""
         self.sampled = 0
         """Tokens of the completions that ended."""
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running) and not self._is_paused
+
     def add(self, tokens: int, then: Then) -> None:
         """Sample a completion."""
-        self._advance()
+        self.advance()
         self._waiting.append((tokens, then))
         self._begin()
-        self._expect()
+        self.expect()
+        self._cores.share()
 
-    def pause(self, seconds: float) -> None:
-        """Sample nothing for a while."""
-        self._advance()
+    def drain(self, then: Then) -> None:
+        """Begin no more completions, and call when those that run have ended."""
+        self._is_shut, self.when_idle = True, then
+        self._tell_idle()
+
+    def pause(self, seconds: float, then: Then) -> None:
+        """Sample nothing for a while; then all that waits may begin."""
+        self.advance()
         self._is_paused = True
-        self._number += 1
-        self._clock.after(seconds, self._resume)
+        self.expect()
+        self._cores.share()
+        self._clock.after(seconds, functools.partial(self._resume, then))
 
-    def _resume(self) -> None:
-        self._advance()
-        self._is_paused = False
-        self._expect()
+    def _resume(self, then: Then) -> None:
+        self.advance()
+        self._is_paused = self._is_shut = False
+        self._begin()
+        self.expect()
+        self._cores.share()
+        then()
 
     def _begin(self) -> None:
-        while self._waiting and len(self._running) < self._fleet.rows:
+        while self._waiting and len(self._running) < self._fleet.rows and not self._is_shut:
             tokens, then = self._waiting.popleft()
-            self._number += 1
-            heapq.heappush(self._running, (self._progress + tokens, self._number, tokens, then))
+            self._order += 1
+            heapq.heappush(self._running, (self._progress + tokens, self._order, tokens, then))
 
     def _row_s(self) -> float:
         """Seconds of a token of each row."""
         return self._fleet.step_s + self._fleet.row_s * len(self._running)
 
-    def _advance(self) -> None:
-        if self._running and not self._is_paused:
-            self._progress += (self._clock.now - self._seen_s) / self._row_s()
-        self._seen_s = self._clock.now
+    def work(self, seconds: float) -> None:
+        self._progress += seconds / self._row_s()
 
-    def _expect(self) -> None:
-        """Look again when the next completion ends; what was expected before is forgotten."""
-        self._number += 1
-        if self._running and not self._is_paused:
-            left = max(0.0, self._running[0][0] - self._progress)
-            self._clock.after(left * self._row_s(), functools.partial(self._end, self._number))
+    def left_s(self) -> float:
+        return (self._running[0][0] - self._progress) * self._row_s()
 
-    def _end(self, number: int) -> None:
-        if number != self._number:
-            return
-        self._advance()
+    def end(self) -> Then | None:
         _, _, tokens, then = heapq.heappop(self._running)
         self.sampled += tokens
         self._begin()
-        self._expect()
-        then()
+        if not self._running and self.when_idle is not None:
+            self._clock.after(0.0, self._tell_idle)
+        return then
+
+    def _tell_idle(self) -> None:
+        if not self._running and self.when_idle is not None:
+            then, self.when_idle = self.when_idle, None
+            then()
 
 
 class Pool:
     """Replicas behind one deployment: a completion goes to one that has least to do."""
 
-    def __init__(self, clock: Clock, fleet: Fleet) -> None:
-        self._replicas = [Replica(clock, fleet) for _ in range(fleet.replicas)]
+    def __init__(self, clock: Clock, fleet: Fleet, cores: Cores) -> None:
+        self._fleet = fleet
+        self._replicas = [Replica(clock, fleet, cores) for _ in range(fleet.replicas)]
         self._loads = [0] * fleet.replicas
+        self._clock = clock
+        self.drained_s = 0.0
+        """Seconds in which swaps waited for running completions."""
 
     @property
     def sampled(self) -> int:
@@ -315,14 +449,39 @@ class Pool:
         self._loads[place] += 1
         self._replicas[place].add(tokens, functools.partial(self._ended, place, then))
 
-    def pause(self, seconds: float) -> None:
-        """Have no replica sample for a while."""
+    def swap(self, then: Then) -> None:
+        """Swap the weights of all replicas at one time, and call when they sample again.
+
+        Without in-flight updates all completions that run anywhere end first.
+        """
+        pause = functools.partial(self._pause, self._clock.now, then)
+        if self._fleet.in_flight:
+            pause()
+            return
+        idle = _count_down(len(self._replicas), pause)
         for replica in self._replicas:
-            replica.pause(seconds)
+            replica.drain(idle)
+
+    def _pause(self, asked_s: float, then: Then) -> None:
+        self.drained_s += self._clock.now - asked_s
+        resumed = _count_down(len(self._replicas), then)
+        for replica in self._replicas:
+            replica.pause(self._fleet.swap_s, resumed)
 
     def _ended(self, place: int, then: Then) -> None:
         self._loads[place] -= 1
         then()
+
+
+def _count_down(count: int, then: Then) -> Then:
+    """What calls ``then`` when it was called so often."""
+    left = iter(range(count - 1, -1, -1))
+
+    def note() -> None:
+        if next(left) == 0:
+            then()
+
+    return note
 
 
 class Loop:
@@ -338,8 +497,10 @@ class Loop:
                 max_head_offpolicy_versions=fleet.late,
             )
         )
-        self.gateway, self.recipe = Line(self.clock), Line(self.clock)
-        self.trainer, self.pool = Line(self.clock), Pool(self.clock, fleet)
+        cores = Cores(self.clock, fleet.cores)
+        self.gateway, self.recipe = Line(self.clock, cores), Line(self.clock, cores)
+        self.trainer = Line(self.clock, cores, fleet.ranks)
+        self.pool = Pool(self.clock, fleet, cores)
         self.submitted = self.trained = 0
         """Samples."""
         self.offsets: list[int] = []
@@ -411,10 +572,8 @@ class Loop:
         self._take()
 
     def _saved(self, begun_s: float) -> None:
-        fleet = self.fleet
-        self.clock.after(fleet.transfer_s, functools.partial(self.pool.pause, fleet.load_s))
-        seconds = fleet.transfer_s + fleet.load_s
-        self.clock.after(seconds, functools.partial(self._served, begun_s))
+        swap = functools.partial(self.pool.swap, functools.partial(self._served, begun_s))
+        self.clock.after(self.fleet.transfer_s + self.fleet.load_s, swap)
 
     def _served(self, begun_s: float) -> None:
         self.syncing_s += self.clock.now - begun_s
@@ -433,12 +592,8 @@ def simulate(fleet: Fleet, steps: int = 10, seed: int = 0) -> Report:
     loop.run(WARM_UP)
     lines = {"trainer": loop.trainer, "recipe": loop.recipe, "gateway": loop.gateway}
     busy = {name: line.busy_s for name, line in lines.items()}
-    begun_s, sampled, trained, syncing_s = (
-        loop.clock.now,
-        loop.pool.sampled,
-        loop.trained,
-        loop.syncing_s,
-    )
+    begun_s, sampled, trained = loop.clock.now, loop.pool.sampled, loop.trained
+    syncing_s, drained_s = loop.syncing_s, loop.pool.drained_s
     num_offsets = len(loop.offsets)
     loop.run(WARM_UP + steps)
     seconds = loop.clock.now - begun_s
@@ -450,6 +605,7 @@ def simulate(fleet: Fleet, steps: int = 10, seed: int = 0) -> Report:
         samplers=(loop.pool.sampled - sampled) / seconds / fleet.drawing_per_s,
         **shares,
         sync=(loop.syncing_s - syncing_s) / seconds,
+        drain=(loop.pool.drained_s - drained_s) / seconds,
         sync_s=(loop.syncing_s - syncing_s) / steps,
         mean_offset=statistics.fmean(offsets),
         most_offset=max(offsets),
@@ -474,6 +630,7 @@ def fleet_of(gpus: int, found: Constants, asked: argparse.Namespace) -> Fleet:
         prompts=prompts,
         group=asked.group,
         late=asked.late,
+        in_flight=asked.in_flight,
         median_tokens=asked.median_tokens,
         sigma=asked.sigma,
         longest=asked.longest,
@@ -494,6 +651,7 @@ def fleet_of(gpus: int, found: Constants, asked: argparse.Namespace) -> Fleet:
     }
     setting = TrainerSetting(recompute_above=1)
     trained_per_s = training_tokens_per_s(MODEL, setting, round(mean), gpu)
+    passes = 3 + setting.recomputes
 
     def divided() -> Iterator[Fleet]:
         for split in SPLITS:
@@ -509,7 +667,8 @@ def fleet_of(gpus: int, found: Constants, asked: argparse.Namespace) -> Fleet:
                     "rows": ROWS * split,
                     "step_s": step_s / faster,
                     "row_s": row_s / faster,
-                    "training_s": 1 / (trained_per_s * ranks),
+                    "swap_s": weights / split / (asked.link_gb_per_s * 1e9),
+                    "training_s": (1 + (ranks > 1) / passes) / (trained_per_s * ranks),
                 }
                 yield Fleet(**(values | own))
 
@@ -523,8 +682,9 @@ def table(reports: dict[int, tuple[Fleet, Report]]) -> str:
     """One row for each number of GPUs."""
     lines = [
         "| GPUs | ranks + replicas x GPUs | samples a step | samples/s | step s | samplers "
-        "| trainer | recipe process | gateway | sync | sync s | mean, most late | bottleneck |",
-        "|---:|---:|---:|---:|---:|" + "---:|" * 7 + "---|",
+        "| trainer | recipe process | gateway | sync | drain | sync s | mean, most late "
+        "| bottleneck |",
+        "|---:|---:|---:|---:|---:|" + "---:|" * 8 + "---|",
     ]
     for gpus, (fleet, report) in reports.items():
         lines.append(
@@ -532,7 +692,7 @@ def table(reports: dict[int, tuple[Fleet, Report]]) -> str:
             f"| {fleet.batch:,} "
             f"| {report.samples_per_s:,.1f} | {report.step_s:.1f} | {report.samplers:.2f} "
             f"| {report.trainer:.2f} | {report.recipe:.2f} "
-            f"| {report.gateway:.2f} | {report.sync:.2f} "
+            f"| {report.gateway:.2f} | {report.sync:.2f} | {report.drain:.2f} "
             f"| {report.sync_s:.1f} | {report.mean_offset:.2f}, {report.most_offset} "
             f"| {report.bottleneck} |"
         )
@@ -564,6 +724,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
         "--least-prompts", type=int, default=32, help="of a step; from there on one for each GPU"
     )
     parser.add_argument("--late", type=int, default=1, help="max_head_offpolicy_versions")
+    parser.add_argument("--in-flight", action="store_true", help="in_flight_weight_updates")
     parser.add_argument("--median-tokens", type=float, default=1500.0, help="of a completion")
     parser.add_argument("--sigma", type=float, default=0.8, help="of its length's logarithm")
     parser.add_argument("--longest", type=int, default=8192, help="tokens of a completion")
@@ -572,6 +733,12 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
         type=float,
         default=12.5,
         help="at which the machines together read snapshots from where they are kept (100 Gbit/s)",
+    )
+    parser.add_argument(
+        "--link-gb-per-s",
+        type=float,
+        default=50.0,
+        help="from a machine's memory to one GPU, while it samples nothing",
     )
     parser.add_argument(
         "--sync-speedup",

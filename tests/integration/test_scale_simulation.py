@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -44,7 +45,8 @@ def fleet(scale: ModuleType) -> Any:
         recipe_s=1e-3,
         save_s=0.5,
         transfer_s=0.1,
-        load_s=0.4,
+        load_s=0.3,
+        swap_s=0.1,
         prompts=8,
         group=4,
         median_tokens=200.0,
@@ -72,12 +74,13 @@ def test_no_share_is_above_one(scale, fleet):
 
     for name in ("trainer", "recipe", "gateway", "sync"):
         assert 0 < getattr(report, name) <= 1 + 1e-9, name
-    assert report.sync_s >= fleet.save_s + fleet.transfer_s + fleet.load_s - 1e-9
+    assert report.sync_s >= fleet.save_s + fleet.transfer_s + fleet.load_s + fleet.swap_s - 1e-9
 
 
 def test_two_servers_in_a_row_are_as_slow_as_the_slower_one(scale):
     clock = scale.Clock()
-    first, second = scale.Line(clock), scale.Line(clock)
+    cores = scale.Cores(clock, math.inf)
+    first, second = scale.Line(clock, cores), scale.Line(clock, cores)
     ends: list[float] = []
 
     for _ in range(10):
@@ -92,7 +95,8 @@ def test_two_random_servers_in_a_row_have_the_mean_time_of_a_jackson_network(sca
     # Poisson arrivals and exponential work: each server is M/M/1, with 1 / (mu - lambda).
     arrivals, rates, chance = 0.6, (1.0, 0.9), random.Random(3)
     clock = scale.Clock()
-    lines = [scale.Line(clock) for _ in rates]
+    cores = scale.Cores(clock, math.inf)
+    lines = [scale.Line(clock, cores) for _ in rates]
     times: list[float] = []
 
     def arrive(begun_s: float) -> None:
@@ -116,7 +120,8 @@ def test_two_random_servers_in_a_row_have_the_mean_time_of_a_jackson_network(sca
 
 def test_rows_of_a_replica_are_sampled_side_by_side(scale, fleet):
     clock = scale.Clock()
-    replica = scale.Replica(clock, replace(fleet, rows=2, step_s=1.0, row_s=0.5))
+    asked = replace(fleet, rows=2, step_s=1.0, row_s=0.5)
+    replica = scale.Replica(clock, asked, scale.Cores(clock, math.inf))
     ends: dict[str, float] = {}
 
     def sample(name: str, tokens: int) -> None:
@@ -125,7 +130,7 @@ def test_rows_of_a_replica_are_sampled_side_by_side(scale, fleet):
     sample("short", 10)
     sample("long", 30)
     sample("waits", 5)
-    clock.after(5.0, lambda: replica.pause(100.0))
+    clock.after(5.0, lambda: replica.pause(100.0, lambda: None))
     clock.run(never)
 
     # Two seconds a token with two rows: short ends at 20, the next one takes its place until 30,
@@ -136,7 +141,8 @@ def test_rows_of_a_replica_are_sampled_side_by_side(scale, fleet):
 
 def test_completions_go_to_the_replica_with_least_to_do(scale, fleet):
     clock = scale.Clock()
-    pool = scale.Pool(clock, replace(fleet, replicas=3, rows=1, step_s=1.0, row_s=0.0))
+    asked = replace(fleet, replicas=3, rows=1, step_s=1.0, row_s=0.0)
+    pool = scale.Pool(clock, asked, scale.Cores(clock, math.inf))
     ends: list[float] = []
 
     for tokens in (9, 2, 5, 1):
@@ -147,6 +153,48 @@ def test_completions_go_to_the_replica_with_least_to_do(scale, fleet):
 
     # The fourth waited for the first of three equals; the fifth found one that was idle.
     assert ends == pytest.approx([2, 3, 5, 9, 10])
+
+
+def test_a_drain_ends_all_completions_before_the_swap_and_has_new_ones_wait(scale, fleet):
+    ends: dict[bool, dict[str, float]] = {}
+    for in_flight in (False, True):
+        clock = scale.Clock()
+        asked = replace(fleet, replicas=2, step_s=1.0, row_s=0.0, swap_s=5.0, in_flight=in_flight)
+        pool = scale.Pool(clock, asked, scale.Cores(clock, math.inf))
+        seen = ends.setdefault(in_flight, {})
+
+        def sample(name, tokens, pool=pool, seen=seen, clock=clock):
+            pool.add(tokens, lambda: seen.__setitem__(name, clock.now))
+
+        sample("short", 10)
+        sample("long", 30)
+        clock.after(
+            4.0,
+            lambda pool=pool, seen=seen, clock=clock: pool.swap(
+                lambda: seen.__setitem__("served", clock.now)
+            ),
+        )
+        clock.after(12.0, lambda sample=sample: sample("new", 10))
+        clock.run(never)
+
+    assert ends[False] == pytest.approx({"short": 10, "long": 30, "served": 35, "new": 45})
+    assert ends[True] == pytest.approx({"served": 9, "short": 15, "long": 35, "new": 22})
+
+
+def test_who_computes_at_one_time_shares_the_cores(scale):
+    clock = scale.Clock()
+    cores = scale.Cores(clock, 2)
+    lines = [scale.Line(clock, cores, processes) for processes in (1, 1, 2)]
+    ends: list[tuple[int, float]] = []
+
+    for number, work in enumerate((2.0, 4.0, 3.0)):
+        lines[number].put(work, lambda number=number: ends.append((number, clock.now)))
+    clock.run(never)
+
+    # Four processes on two cores are half as fast until the first ends at 4; then three have two
+    # thirds of a core each: the last has a second of work left then, which ends at 5.5, and the
+    # other, alone, the rest of its second.
+    assert ends == [(0, pytest.approx(4.0)), (2, pytest.approx(5.5)), (1, pytest.approx(6.5))]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +209,8 @@ def test_completions_go_to_the_replica_with_least_to_do(scale, fleet):
     ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_nothing_that_is_better_makes_a_run_slower(scale, fleet, better, name):
+    # A drain makes runs wait for the longest completions, whatever else is faster.
+    fleet = replace(fleet, in_flight=True)
     before = scale.simulate(fleet, steps=20).samples_per_s
 
     assert scale.simulate(replace(fleet, **better), steps=20).samples_per_s >= 0.98 * before
@@ -174,10 +224,11 @@ def test_nothing_that_is_better_makes_a_run_slower(scale, fleet, better, name):
         ({"training_s": 0.01}, "trainer", 1 / (0.01 * 50)),
         ({"rows": 1000, "sigma": 3.0, "longest": 100_000}, "long completions", 30.0),
         ({"save_s": 0.0, "transfer_s": 60.0}, "weight sync", 2 * 32 / 60),
+        ({"in_flight": False}, "drain", 2.5),
     ],
 )
 def test_what_is_slow_is_named_and_sets_the_pace(scale, fleet, slow, bottleneck, most):
-    report = scale.simulate(replace(fleet, **slow))
+    report = scale.simulate(replace(fleet, **({"in_flight": True} | slow)))
 
     assert report.bottleneck == bottleneck
     assert report.samples_per_s <= most
