@@ -228,7 +228,6 @@ def command() -> None:
         for processes in asked.processes:
             torch.set_num_threads(os.cpu_count() or 1 if processes == 1 else 1)
             fleet = calibrate(model, processes, asked.steps)
-            write(f"<!-- {fleet} -->")
             for name, fields in OVERLAPS.items():
                 known = replace(fleet, **fields)
                 steps = asked.steps

@@ -89,12 +89,12 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def datum(rng: np.random.Generator) -> DatumRecord:
+def datum(rng: np.random.Generator, count: int = TOKENS) -> DatumRecord:
     """A sequence of random tokens, all of them trained on."""
-    tokens = rng.integers(3, 32768, TOKENS + 1)
+    tokens = rng.integers(3, 32768, count + 1)
     inputs = {
         "target_tokens": encode(tokens[1:], "int64"),
-        "weights": encode(np.ones(TOKENS, dtype=np.float32), "float32"),
+        "weights": encode(np.ones(count, dtype=np.float32), "float32"),
     }
     return DatumRecord.model_validate(
         {

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from weight_sync import datum
 
 from hearth.inference.backend import InferenceBackend, SampledToken, SampleRequest, TokenListener
 from hearth.inference.engine.engine import InferenceEngine
@@ -50,8 +51,7 @@ from hearth.sync.store import FolderBuckets
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.ranks.start import start_ranks
-from hearth.wire.tensors import encode
-from hearth.wire.tinker import AdamParams, DatumRecord
+from hearth.wire.tinker import AdamParams
 from training.quickstart import MODEL
 
 TOKENS = 32
@@ -159,21 +159,6 @@ def make_model(folder: Path, shape: str) -> None:
     )
 
 
-def make_datum(rng: np.random.Generator) -> DatumRecord:
-    """A sequence of random tokens, all of them trained on."""
-    tokens = rng.integers(3, 32768, TOKENS + 1)
-    inputs = {
-        "target_tokens": encode(tokens[1:], "int64"),
-        "weights": encode(np.ones(TOKENS, dtype=np.float32), "float32"),
-    }
-    return DatumRecord.model_validate(
-        {
-            "model_input": {"chunks": [{"tokens": tokens[:-1].tolist()}]},
-            "loss_fn_inputs": {name: value.as_dict() for name, value in inputs.items()},
-        }
-    )
-
-
 def measure(part: Part, run: Callable[[], int]) -> None:
     """Add one round of ``run``, which returns the bytes of the snapshot."""
     if not part.rest_mb:
@@ -213,7 +198,7 @@ def save(root: Path, ranks: int, rounds: int, learning_rate: float) -> list[Part
     folder = root / "buckets" / f"ranks-{ranks}"
 
     def step() -> None:
-        engine.forward_backward(model_id, [make_datum(rng) for _ in range(ranks)])
+        engine.forward_backward(model_id, [datum(rng, TOKENS) for _ in range(ranks)])
         adam = AdamParams(learning_rate=learning_rate)
         engine.optim_step(model_id, adam, "num_loss_tokens")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hearth.errors import ConfigError
 from hearth.models.loading import loading_lock
-from hearth.models.lora import EXPERT_WEIGHTS, linear_parts
+from hearth.models.lora import EXPERT_WEIGHTS, has_experts, linear_parts
 from hearth.planning.architecture import Architecture, LoraPart
 
 
@@ -32,7 +32,6 @@ def read_architecture(config: Any) -> Architecture:
         layer_parameters=max(inside, default=0),
         largest_tensor=max(parameter.numel() for parameter in module.parameters()),
         lookup_parameters=0 if _is_tied(module) else embedding.numel(),
-        matrix_parameters=_count_matrices(module),
         num_layers=_size(config, "num_hidden_layers"),
         hidden=_size(config, "hidden_size"),
         heads=_size(config, "num_attention_heads"),
@@ -85,16 +84,11 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 def _count_adapted(module: nn.Module) -> dict[LoraPart, int]:
     sums: dict[LoraPart, int] = {}
+    is_mixture = has_experts(module)
     for name, part in linear_parts(module).items():
-        if part != "mlp" or not any(_experts(module)):
+        if part != "mlp" or not is_mixture:
             sums[part] = sums.get(part, 0) + sum(_sizes(module.get_submodule(name)))
     return sums
-
-
-def _count_matrices(module: nn.Module) -> int:
-    parts = linear_parts(module).items()
-    inside = [module.get_submodule(name) for name, part in parts if part != "unembed"]
-    return sum(layer.get_parameter("weight").numel() for layer in inside)
 
 
 def _inner(module: nn.Module, hidden: int) -> int:
