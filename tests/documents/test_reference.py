@@ -55,7 +55,7 @@ def test_a_setting_has_its_type_default_and_meaning():
         setting for setting in config.read_settings(RecipeConfig) if setting.name == "learning_rate"
     ]
 
-    meaning = "AdamW's learning rate, before schedule and warm-up."
+    meaning = "The optimizer's learning rate, before schedule and warm-up."
     assert rate == config.Setting("learning_rate", "float", "1e-05", meaning)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from hearth.control.catalog import read_catalog
 from hearth.exit_codes import exit_code
 from hearth.planning.architecture import LoraPart
-from hearth.planning.memory import GIB, ITEMSIZE
+from hearth.planning.memory import GIB, ITEMSIZE, OptimizerName
 from hearth.planning.plan import (
     CATALOG_FILE,
     Layout,
@@ -44,6 +44,8 @@ class PlanFlags:
     """Parts that the adapter changes, as in a recipe's settings."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the weights."""
+    optimizer: OptimizerName = "adamw"
+    """As in a recipe: how much is kept of each trained weight."""
     reference: bool = True
     """Count the frozen reference that a recipe's kl_beta asks for by default; an adapter's is its
     base."""
@@ -78,6 +80,7 @@ def plan(arguments: list[str]) -> int:
             lora_rank=flags.lora_rank,
             lora_targets=flags.lora_targets,
             dtype=flags.dtype,
+            optimizer=flags.optimizer,
             has_reference=flags.reference,
             learning_rate=flags.learning_rate,
             offload_optimizer=flags.offload_optimizer,

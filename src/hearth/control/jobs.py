@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
+from typing import cast, get_args
 
 from hearth.control.catalog import ShapeEntry
 from hearth.control.resource_names import check_id, parse_id
@@ -25,6 +26,7 @@ from hearth.control.store import StoredRecord
 from hearth.control.workers import fetch_json
 from hearth.errors import ClosedError, ConflictError, HearthError, NotReadyError, RequestError
 from hearth.launch.spec import TrainerSpec, Worker
+from hearth.planning.memory import OptimizerName
 from hearth.wire.fireworks import TrainerJob
 
 logger = logging.getLogger(__name__)
@@ -221,6 +223,9 @@ class Jobs(Resources[TrainerJob]):
             max_seq_len=body.training_config.max_context_length,
             micro_batch_tokens=values.read_count("micro_batch_tokens") or 16384,
             recompute_above=values.read_count("recompute_above"),
+            optimizer=cast(
+                "OptimizerName", values.read_choice("optimizer", get_args(OptimizerName)) or "adamw"
+            ),
             max_policies=self._read_policies(values, ranks),
             keep_checkpoints=values.read_count("keep_checkpoints"),
             threads=threads,

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hearth.planning.memory import OptimizerName
 from hearth.sidecars import ExitReport
 from hearth.wire.asgi import App
 
@@ -50,6 +51,9 @@ class TrainerSpec:
     micro_batch_tokens: int = 16384
     recompute_above: int | None = None
     """Passes of more tokens than this compute activations again; None never does."""
+    optimizer: OptimizerName = "adamw"
+    """What updates trained weights: AdamW alone, also with moments in eight bits, or Muon for the
+    matrices of layers."""
     max_policies: int = 1
     """LoRA policies that may be trained at once; 1 may also train all weights."""
     keep_checkpoints: int | None = None

@@ -32,6 +32,7 @@ def read_architecture(config: Any) -> Architecture:
         layer_parameters=max(inside, default=0),
         largest_tensor=max(parameter.numel() for parameter in module.parameters()),
         lookup_parameters=0 if _is_tied(module) else embedding.numel(),
+        matrix_parameters=sum(matrix.numel() for matrix in find_matrices(module).values()),
         num_layers=_size(config, "num_hidden_layers"),
         hidden=_size(config, "hidden_size"),
         heads=_size(config, "num_attention_heads"),
@@ -45,6 +46,22 @@ def read_architecture(config: Any) -> Architecture:
         **_read_experts(config, layers),
         **_read_cache(config),
     )
+
+
+def find_matrices(module: Any) -> dict[str, nn.Parameter]:
+    """The single matrices of a causal LM's layers: none of its embeddings and its head."""
+    head = module.get_output_embeddings()
+    outside = {
+        id(parameter)
+        for part in module.modules()
+        if part is head or isinstance(part, nn.Embedding)
+        for parameter in part.parameters()
+    }
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.ndim == 2 and id(parameter) not in outside
+    }
 
 
 def _build(config: Any) -> Any:

@@ -29,6 +29,8 @@ class Architecture:
     """Parameters of the largest single tensor; all experts of a layer are one."""
     lookup_parameters: int = 0
     """Of an embedding that is not the head: its lookup is no product."""
+    matrix_parameters: int = 0
+    """In single matrices of layers, which Muon updates."""
     num_layers: int
     hidden: int
     heads: int

@@ -19,6 +19,7 @@ from hearth.planning.architecture import Architecture, LoraPart
 from hearth.planning.gradients import fits_whole_gradient
 
 Dtype = Literal["float32", "bfloat16"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 
 GIB = 2**30
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -35,6 +36,8 @@ CHANGED_SHARES = ((1e-6, 0.03), (1e-5, 0.2))
 """Of a bfloat16 model's elements, by learning rate: measured, at 1e-5 from 0.16 to 0.23."""
 READS_PARTS = False
 """Whether a rank of several reads its own part of the weights alone when it starts."""
+MOMENT_BLOCK = 256
+"""Moments of eight bits that share a scale in float32."""
 FEWEST_CACHE_SLOTS = 16
 """Slots that the embedded engine's cache has at least."""
 
@@ -50,6 +53,7 @@ class TrainerSetting:
     """None trains all parameters."""
     lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
     """Parts whose linear layers an adapter changes."""
+    optimizer: OptimizerName = "adamw"
     micro_batch_tokens: int = 16384
     recompute_above: int | None = None
     """Passes of more tokens than this compute activations again; None never does."""
@@ -163,8 +167,22 @@ def state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, int]:
         "weights": size * model.parameters + 4 * adapter,
         "masters": 0 if adapter or size == 4 else 4 * trained,
         "gradients": 4 * trained,
-        "moments": 8 * trained,
+        "moments": _moment_bytes(model, setting),
     }
+
+
+def _moment_bytes(model: Architecture, setting: TrainerSetting) -> int:
+    """What the optimizer keeps of all that is trained (``hearth.trainer.optim``)."""
+    trained, matrices = model.parameters, model.matrix_parameters
+    if setting.lora_rank is not None:
+        trained = adapter_parameters(model, setting)
+        head = setting.lora_rank * model.adapted.get("unembed", 0) * setting.trains("unembed")
+        matrices = trained - head
+    if setting.optimizer == "muon":
+        return 4 * matrices + 8 * (trained - matrices)
+    if setting.optimizer == "adamw_8bit":
+        return 2 * (trained + 4 * -(-trained // MOMENT_BLOCK))
+    return 8 * trained
 
 
 def adapter_parameters(model: Architecture, setting: TrainerSetting | ReplicaSetting) -> int:
@@ -183,7 +201,8 @@ def rank_state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, 
         return state_bytes(model, setting)
     if setting.lora_rank is None:
         trained = _share(model.parameters, setting.ranks)
-        return {"weights": 4 * trained, "gradients": 4 * trained, "moments": 8 * trained}
+        moments = _share(_moment_bytes(model, setting), setting.ranks)
+        return {"weights": 4 * trained, "gradients": 4 * trained, "moments": moments}
     whole = state_bytes(model, setting)
     adapter = 4 * adapter_parameters(model, setting)
     base = _share(ITEMSIZE[setting.dtype] * model.parameters, setting.ranks)

@@ -19,6 +19,7 @@ from hearth.planning.memory import (
     SNAPSHOTS_IN_MEMORY,
     Dtype,
     Machine,
+    OptimizerName,
     ReplicaSetting,
     TrainerSetting,
     choose_sums,
@@ -68,6 +69,7 @@ class PlanRequest:
     lora_rank: int | None = None
     lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
     dtype: Dtype = "bfloat16"
+    optimizer: OptimizerName = "adamw"
     has_reference: bool = False
     offload_optimizer: bool = False
     """Have ranks keep their parts of weights, gradients and moments in the host's memory."""
@@ -94,6 +96,12 @@ class PlanRequest:
         if longest is not None and self.context > longest:
             raise ConfigError(
                 f"context must be at most {longest}, the positions of the model, got {self.context}"
+            )
+
+        if self.optimizer == "muon" and self.lora_rank is None and self.model.sparse_layers:
+            raise ConfigError(
+                "optimizer must be 'adamw' or 'adamw_8bit' for all weights of a mixture, got "
+                "'muon': a layer's experts are one tensor; or train an adapter"
             )
 
     @property
@@ -259,6 +267,8 @@ def commands(model: str, source: str, request: PlanRequest, layout: Layout) -> l
     if model.startswith("accounts/"):
         train += ["--deployment.tokenizer-model", source]
     train += ["--max-seq-len", str(request.context)]
+    if request.optimizer != "adamw":
+        train += ["--optimizer", request.optimizer]
     if request.lora_rank is not None:
         train += ["--lora-rank", str(request.lora_rank), "--lora-targets", *request.lora_targets]
     if not request.has_reference:
@@ -338,7 +348,7 @@ def _shared_layouts(request: PlanRequest) -> Iterator[Layout]:
 def _divided_layouts(request: PlanRequest, split: int) -> Iterator[Layout]:
     """Some GPUs for ranks, the others for replicas of ``split`` each."""
     placement: Placement = "process" if request.gpus <= GPUS_OF_A_MACHINE else "ray"
-    for ranks in _rank_counts(request.gpus):
+    for ranks in _rank_counts(request):
         replicas = min(MOST_REPLICAS, (request.gpus - ranks) // split)
         # vLLM gives each GPU as many heads.
         if replicas == 0 or request.model.heads % split:
@@ -360,11 +370,14 @@ def _divided_layouts(request: PlanRequest, split: int) -> Iterator[Layout]:
         )
 
 
-def _rank_counts(gpus: int) -> range:
+def _rank_counts(request: PlanRequest) -> range:
     """Ranks to try: any number of few GPUs, whole machines of many."""
-    if gpus <= _MOST_FINE_STEPS:
-        return range(1, gpus)
-    return range(GPUS_OF_A_MACHINE, gpus, GPUS_OF_A_MACHINE)
+    if request.optimizer == "adamw_8bit" and request.lora_rank is None:
+        # A trainer of several ranks refuses it.
+        return range(1, 2)
+    if request.gpus <= _MOST_FINE_STEPS:
+        return range(1, request.gpus)
+    return range(GPUS_OF_A_MACHINE, request.gpus, GPUS_OF_A_MACHINE)
 
 
 def _count_sequences(request: PlanRequest, replica: ReplicaSetting) -> int:
@@ -397,6 +410,7 @@ def _trainer(request: PlanRequest, *, ranks: int, room: int, kept: int = 0) -> T
         ranks=ranks,
         lora_rank=request.lora_rank,
         lora_targets=request.lora_targets,
+        optimizer=request.optimizer,
         has_reference=request.has_reference,
         snapshots_on_device=kept,
         offload_optimizer=request.offload_optimizer and ranks > 1,

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from hearth.errors import ConfigError, NotFoundError, RequestError
 from hearth.models.loading import best_device, choose_dtype
+from hearth.planning.memory import OptimizerName
 from hearth.sync.manifest import check_name
 from hearth.sync.store import Buckets, SnapshotStore, open_buckets
 
@@ -65,6 +66,9 @@ class TrainerOptions:
     of the memory. None never does."""
     forward_only: bool = False
     """Refuse every operation that trains."""
+    optimizer: OptimizerName = "adamw"
+    """What updates trained weights: AdamW alone, also with moments in eight bits, or Muon for the
+    matrices of layers."""
     trust_remote_code: bool = False
     max_policies: int = 1
     """How many policies there may be at once. Above 1 each is a LoRA adapter on the one base."""

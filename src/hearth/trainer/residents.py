@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hearth.errors import EngineError, ForwardOnlyError, NotFoundError, RequestError
+from hearth.errors import ConfigError, EngineError, ForwardOnlyError, NotFoundError, RequestError
 from hearth.models.loading import LoadedModel, base_tensors, load_base_tensors, share_weights
 from hearth.models.lora import (
     LoraOptions,
@@ -21,6 +21,7 @@ from hearth.models.lora import (
     detach_lora,
     load_adapter_tensors,
 )
+from hearth.models.sizes import find_matrices
 from hearth.sync.chain import Published
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
@@ -191,7 +192,19 @@ class Residents:
         return TargetScorer(loaded, self._options)
 
     def _make_optimizer(self, loaded: LoadedModel) -> Optimizer:
-        return Optimizer(find_trainable(loaded))
+        return Optimizer(
+            find_trainable(loaded),
+            self._find_matrices(loaded),
+            is_8bit=self._options.optimizer == "adamw_8bit",
+        )
+
+    def _find_matrices(self, loaded: LoadedModel) -> list[str]:
+        """The trained parameters that Muon updates, by name: none with another optimizer.
+
+        Raises:
+            ConfigError: Muon is asked for, and a trained tensor holds several matrices.
+        """
+        return find_trained_matrices(loaded) if self._options.optimizer == "muon" else []
 
     def _load_shared(self) -> LoadedModel:
         if self._base is None:
@@ -211,6 +224,23 @@ def find_trainable(loaded: LoadedModel) -> dict[str, nn.Parameter]:
     """The parameters that a policy trains, by name."""
     named = loaded.module.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+
+def find_trained_matrices(loaded: LoadedModel) -> list[str]:
+    """The trained matrices of a model's layers, by name; embeddings and head are none of them.
+
+    Raises:
+        ConfigError: a trained tensor holds several matrices, as that of a layer's experts.
+    """
+    for name, parameter in find_trainable(loaded).items():
+        if parameter.ndim > 2:
+            raise ConfigError(
+                f"optimizer must be 'adamw' for this model, got 'muon': {name!r} holds "
+                f"{parameter.shape[0]} matrices in one tensor, and Muon updates single ones; train "
+                "an adapter, or all weights with 'adamw'"
+            )
+    matrices = find_matrices(loaded.module)
+    return [name for name, matrix in matrices.items() if matrix.requires_grad]
 
 
 def unknown_model(model_id: str) -> NotFoundError:

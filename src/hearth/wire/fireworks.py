@@ -181,7 +181,7 @@ class TrainerJob(WorkerResource):
     managed_by: str | None = None
     extra_values: dict[str, Any] | None = None
     """Ours: ``dtype``, ``device``, ``micro_batch_tokens``, ``recompute_above``, ``threads``,
-    ``ranks``, ``rank_timeout_s``, ``offload_optimizer``, ``max_policies``,
+    ``ranks``, ``rank_timeout_s``, ``offload_optimizer``, ``optimizer``, ``max_policies``,
     ``keep_snapshots``."""
     bucket: str | None = None
 

@@ -50,8 +50,12 @@ class RecipeConfig:
     """Fixes shuffling, sampling and adapter initialization."""
     max_seq_len: int = 4096
     """Longest sequence, prompt and answer together, in tokens."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """What updates the weights: AdamW; AdamW with moments in eight bits, for which trainers need
+    the extra bitsandbytes; or Muon for the matrices of the layers and AdamW for the rest, at the
+    same learning rate and weight decay (docs/papers.md)."""
     learning_rate: float = 1e-5
-    """AdamW's learning rate, before schedule and warm-up."""
+    """The optimizer's learning rate, before schedule and warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls with the share of the rows that is done: not at all, linear or cosine to
     0. A step counts by the place of its first row, so that no timing changes its rate."""
@@ -64,7 +68,7 @@ class RecipeConfig:
     eps: float = 1e-8
     """AdamW's denominator floor."""
     weight_decay: float = 0.01
-    """AdamW's decoupled decay."""
+    """Decoupled decay of the weights."""
     grad_clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     lora_rank: int = 0

@@ -55,6 +55,8 @@ class InfraSpec:
         deployment = DeployConfig()
         if isinstance(config, RLConfig):
             deployment = config.merged_deployment
+        if config.optimizer != "adamw":
+            options["optimizer"] = config.optimizer
         if config.kept_checkpoints is not None:
             options["keep_checkpoints"] = config.kept_checkpoints
         identity = (

@@ -5,9 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.scale.ranks.trainers import assert_close, checkpoint_tensors, gradient, random_data
+from tests.scale.ranks.trainers import (
+    RefusedError,
+    assert_close,
+    checkpoint_tensors,
+    gradient,
+    random_data,
+)
 from tests.unit.moe import LAYERS, TOP_K, write_moe
+from torch import Tensor
 
+from hearth.models.lora import LoraOptions
 from hearth.wire.routing import encode_routing
 from hearth.wire.tinker import AdamParams, DatumRecord, ModelInputRecord
 
@@ -42,6 +50,60 @@ def test_experts_are_replayed_on_every_rank(start, make_single, checkpoints, tmp
         np.testing.assert_allclose(row, other, atol=1e-5, rtol=0)
     assert np.abs(np.concatenate(found[0]) - np.concatenate(free)).max() > 0.1
     assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
+    trainer.close()
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "seed": 1}], ids=["full", "adapter"])
+def test_muon_on_ranks_is_muon_of_one_process_which_goes_on_from_its_checkpoint(
+    start, make_single, checkpoints, lora
+):
+    """Parts in the host's memory change no number."""
+    trainer = start(2, optimizer="muon", offload_optimizer=lora is None)
+    single = make_single(optimizer="muon")
+    data = random_data(LENGTHS)
+    adam = AdamParams(learning_rate=1e-2, weight_decay=0.1)
+    theirs = trainer.create_model(lora=lora)
+    own = single.create_model(LoraOptions(**lora) if lora else None)
+
+    pairs = ((trainer, theirs), (single, own))
+
+    def take(steps: int, name: str) -> list[dict[str, Tensor]]:
+        """The checkpoints of both after some more steps."""
+        taken: list[dict[str, Tensor]] = []
+        for run, model in pairs:
+            for _ in range(steps):
+                run.forward_backward(model, data)
+                run.optim_step(model, adam, "num_loss_tokens")
+            run.save_state(model, name)
+            taken.append(checkpoint_tensors(checkpoints, name))
+        return taken
+
+    found, expected = take(2, "two")
+    # Its iterations compute in bfloat16.
+    assert_close(found, expected, tolerance=2e-3)
+    moments = [name for name in found if name.startswith("optimizer/momentum_buffer/")]
+    assert len(moments) == 2 * 7 * (2 if lora else 1)
+
+    trainer.save_state(theirs, "two")
+    single.load_state(own, "two")
+    single.save_state(own, "read")
+    read = checkpoint_tensors(checkpoints, "read")
+    assert all(torch.equal(tensor, read[key]) for key, tensor in found.items())
+    trainer.load_state(theirs, "two")
+    found, expected = take(1, "three")
+    assert_close(found, expected, tolerance=2e-3)
+    trainer.close()
+
+
+def test_moments_of_eight_bits_are_for_adapters_on_ranks(start):
+    pytest.importorskip("bitsandbytes")
+    trainer = start(2, optimizer="adamw_8bit")
+
+    with pytest.raises(RefusedError, match="its moments are scaled in blocks"):
+        trainer.create_model()
+    model = trainer.create_model(lora={"rank": 4, "seed": 1})
+    trainer.forward_backward(model, random_data(LENGTHS))
+    assert trainer.optim_step(model, AdamParams(learning_rate=1e-3), "none")["grad_norm"] > 0
     trainer.close()
 
 

@@ -81,19 +81,21 @@ def live() -> dict[str, int]:
 @pytest.mark.parametrize(
     ("rank", "targets"), [(None, BOTH), (4, BOTH), (4, ("attn",)), (4, ("mlp", "unembed"))]
 )
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("qwen3", "adamw"), ("qwen3", "muon"), ("qwen3_moe", "adamw")]
+)
 def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
-    tmp_path: Path, kind: str, rank: int | None, targets: Any, dtype: Any
+    tmp_path: Path, kind: str, rank: int | None, targets: Any, dtype: Any, optimizer: Any
 ) -> None:
     model = saved(tmp_path, kind)
-    setting = TrainerSetting(dtype=dtype, lora_rank=rank, lora_targets=targets)
+    setting = TrainerSetting(dtype=dtype, lora_rank=rank, lora_targets=targets, optimizer=optimizer)
     planned = state_bytes(model, setting)
     before = live()
     engine = TrainerEngine(
         tmp_path,
         snapshots=MemorySnapshotStore(),
         checkpoint_dir=tmp_path / "checkpoints",
-        options=TrainerOptions(dtype=dtype),
+        options=TrainerOptions(dtype=dtype, optimizer=optimizer),
     )
     model_id = engine.create_model(None if rank is None else make_lora(rank, targets))
 
@@ -105,9 +107,9 @@ def test_a_trainer_holds_exactly_the_bytes_that_are_planned(
     held = {name: trained[name] - before[name] for name in trained}
     assert held["parameters"] == planned["weights"] + planned["masters"]
     assert held["gradients"] == planned["gradients"]
-    # Every moment has a step count of four bytes beside it, and gradients are gone.
+    # AdamW's moments have a step count of four bytes beside them, and gradients are gone.
     moments = stepped["all"] - trained["all"] + planned["gradients"]
-    assert planned["moments"] < moments < planned["moments"] + 4 * 200
+    assert planned["moments"] <= moments < planned["moments"] + 4 * 200
     engine.close()
 
 
@@ -228,6 +230,23 @@ def test_ranks_divide_what_is_trained_and_copy_an_adapter() -> None:
     whole, in_parts = (sum(trainer_bytes(QWEN_8B, each).values()) for each in (full, own))
     assert whole - in_parts == 4 * QWEN_8B.parameters
     assert "gradients on their way" not in trainer_bytes(QWEN_8B, adapter)
+
+
+def test_moments_are_the_optimizers() -> None:
+    matrices = 36 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 12288)
+    assert QWEN_8B.matrix_parameters == matrices
+    size = QWEN_8B.lora_parameters(8)
+    muon, blocks = TrainerSetting(optimizer="muon"), TrainerSetting(optimizer="adamw_8bit")
+
+    def moments(setting: TrainerSetting) -> int:
+        return rank_state_bytes(QWEN_8B, setting)["moments"]
+
+    assert moments(muon) == 8 * QWEN_8B.parameters - 4 * matrices
+    assert moments(replace(muon, ranks=4)) == moments(muon) // 4
+    assert moments(replace(muon, ranks=4, lora_rank=8)) == 4 * size
+    # Two bytes a number, and two scales a block of 256.
+    assert moments(blocks) == pytest.approx((2 + 8 / 256) * QWEN_8B.parameters, rel=1e-6)
+    assert moments(replace(blocks, lora_rank=8)) == pytest.approx((2 + 8 / 256) * size, rel=1e-6)
 
 
 def test_what_is_offloaded_is_the_hosts() -> None:

@@ -18,6 +18,7 @@ from hearth.planning.memory import GIB, rank_state_bytes, replica_bytes, trainer
 from hearth.planning.plan import (
     PlanRequest,
     catalog_entry,
+    commands,
     find_best_layout,
     list_layouts,
     make_plan,
@@ -181,6 +182,31 @@ def test_a_reference_takes_memory_but_beside_an_adapter() -> None:
 
     assert full.trainer_bytes["reference"] > 2 * request.model.parameters // full.trainer.ranks
     assert "reference" not in adapter.trainer_bytes
+
+
+def test_an_optimizer_that_keeps_less_needs_fewer_gpus() -> None:
+    request = make_request("qwen3-0p6b", 1, 2048, gpu_memory_gib=18)
+
+    held = {
+        name: sum(make_plan(replace(request, optimizer=name)).layout.trainer_bytes.values())
+        for name in ("adamw", "muon", "adamw_8bit")
+    }
+
+    assert held["adamw"] > held["muon"] > held["adamw_8bit"]
+    assert not make_plan(request).fits
+    smaller = replace(request, optimizer="adamw_8bit")
+    layout = make_plan(smaller).layout
+    assert not layout.excess(smaller.room)
+    (train,) = [line for line in commands("m", "m", smaller, layout) if "hearth train" in line]
+    assert "--optimizer adamw_8bit" in train
+
+
+def test_moments_of_eight_bits_are_not_divided_among_ranks() -> None:
+    request = make_request("qwen3-0p6b", 8, 2048, optimizer="adamw_8bit")
+
+    assert {layout.trainer.ranks for layout in list_layouts(request)} == {1}
+    adapter = replace(request, lora_rank=8)
+    assert {layout.trainer.ranks for layout in list_layouts(adapter)} > {1, 4}
 
 
 def test_a_sync_of_an_adapter_is_small_and_one_in_float32_is_whole() -> None:
@@ -398,3 +424,11 @@ def test_a_catalog_takes_the_shape(tmp_path: Path, rank: int | None) -> None:
 def test_a_question_that_breaks_a_rule_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(make_request("qwen3-0p6b", 1, 64), **values)
+
+
+def test_muon_is_for_adapters_of_a_mixture() -> None:
+    adapter = make_request("qwen3-30b-a3b", 8, 64, optimizer="muon", lora_rank=8)
+
+    assert make_plan(adapter).fits
+    with pytest.raises(ConfigError, match="optimizer must be 'adamw' or 'adamw_8bit' for all"):
+        replace(adapter, lora_rank=None)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from hearth.errors import EngineError, NumericsError
+from hearth.errors import ConfigError, EngineError, NumericsError
 from hearth.losses import GradientCounts
 from hearth.trainer.optim import Optimizer
 from hearth.wire.tinker import AdamParams
@@ -197,3 +198,145 @@ def test_state_of_other_parameters_is_refused() -> None:
         optimizer.load_state_tensors({"exp_avg/v": torch.zeros(2)})
     with pytest.raises(EngineError, match=r"'exp_avg/w' \[3\]"):
         optimizer.load_state_tensors({"exp_avg/w": torch.zeros(3)})
+
+
+def make_matrices() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "wide": nn.Parameter(torch.randn(3, 7, generator=generator)),
+        "tall": nn.Parameter(torch.randn(7, 3, generator=generator)),
+        "norm": nn.Parameter(torch.ones(7)),
+    }
+
+
+def run_matrices(
+    given: dict[str, nn.Parameter], optimizer: Optimizer, steps: int, first: int = 0
+) -> None:
+    for step in range(first, first + steps):
+        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(100 + step))
+        outputs = (inputs * given["norm"]) @ given["tall"] @ given["wide"]
+        outputs.pow(2).sum().backward()
+        optimizer.record_pass(GradientCounts(5, 1))
+        optimizer.step(ADAM.model_copy(update={"learning_rate": 0.02, "weight_decay": 0.1}))
+
+
+def test_muon_moves_every_direction_of_a_matrix_alike_and_as_far_as_adamw_would() -> None:
+    given = make_matrices()
+    optimizer = Optimizer(given, ["wide", "tall"])
+    before = {name: parameter.detach().clone() for name, parameter in given.items()}
+
+    run_matrices(given, optimizer, 1)
+
+    for name in ("wide", "tall"):
+        change = given[name].detach() - before[name] * (1 - 0.02 * 0.1)
+        strengths = torch.linalg.svdvals(change)
+        # Newton's iteration leaves singular values of 1 within about a third.
+        torch.testing.assert_close(strengths / strengths.mean(), torch.ones(3), atol=0.35, rtol=0.0)
+        assert change.pow(2).mean().sqrt() == pytest.approx(0.2 * 0.02, rel=0.35)
+    # The norm is AdamW's: its first step is the learning rate.
+    moved = (given["norm"].detach() - before["norm"] * (1 - 0.02 * 0.1)).abs()
+    torch.testing.assert_close(moved, torch.full((7,), 0.02), rtol=1e-3, atol=0.0)
+
+
+def test_muon_goes_on_from_its_state_to_the_bit() -> None:
+    given, again = make_matrices(), make_matrices()
+    whole = Optimizer(given, ["wide", "tall"])
+    run_matrices(given, whole, 2)
+    saved = {name: value.clone() for name, value in whole.state_tensors().items()}
+    assert saved.keys() == {
+        "momentum_buffer/wide",
+        "momentum_buffer/tall",
+        "step/norm",
+        "exp_avg/norm",
+        "exp_avg_sq/norm",
+    }
+    with torch.no_grad():
+        for name, parameter in again.items():
+            parameter.copy_(given[name])
+    resumed = Optimizer(again, ["wide", "tall"])
+    resumed.load_state_tensors(saved)
+
+    run_matrices(given, whole, 2, first=2)
+    run_matrices(again, resumed, 2, first=2)
+
+    assert all(torch.equal(given[name], again[name]) for name in given)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [((), ("wide",)), (("wide",), ())])
+def test_the_state_of_another_optimizer_is_refused(writer: tuple[str], reader: tuple[str]) -> None:
+    given = make_matrices()
+    optimizer = Optimizer(given, writer)
+    run_matrices(given, optimizer, 1)
+
+    with pytest.raises(EngineError, match="go on with the optimizer that has written"):
+        Optimizer(make_matrices(), reader).load_state_tensors(optimizer.state_tensors())
+
+
+def make_blocks() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "large": nn.Parameter(torch.randn(96, 100, generator=generator)),
+        "small": nn.Parameter(torch.ones(100)),
+    }
+
+
+def run_blocks(
+    given: dict[str, nn.Parameter], optimizer: Optimizer, steps: int, first: int = 0
+) -> None:
+    for step in range(first, first + steps):
+        inputs = torch.randn(8, 96, generator=torch.Generator().manual_seed(100 + step))
+        ((inputs @ given["large"].float()) * given["small"]).pow(2).mean().backward()
+        optimizer.record_pass(GradientCounts(8, 1))
+        optimizer.step(ADAM.model_copy(update={"learning_rate": 0.01, "weight_decay": 0.1}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_of_eight_bits_train_as_those_of_32_do(dtype: torch.dtype) -> None:
+    pytest.importorskip("bitsandbytes")
+    given, expected = (
+        {name: nn.Parameter(value.to(dtype)) for name, value in make_blocks().items()}
+        for _ in range(2)
+    )
+    before = given["large"].detach().clone()
+    optimizer = Optimizer(given, is_8bit=True)
+
+    run_blocks(given, optimizer, 10)
+    run_blocks(expected, Optimizer(expected), 10)
+
+    moved = (expected["large"] - before).detach().float().abs().mean()
+    apart = (expected["large"] - given["large"]).detach().float().abs().mean()
+    assert 0 < apart < 0.05 * moved
+    state = optimizer.state_tensors()
+    assert state["state1/large"].dtype == state["state2/large"].dtype == torch.uint8
+    kept = sum(value.nbytes for name, value in state.items() if name.endswith("/large"))
+    kept -= state["step/large"].nbytes
+    masters = 4 * 9600 if dtype == torch.bfloat16 else 0
+    # Two bytes a number, and two scales a block of 256.
+    assert kept == 2 * 9600 + 8 * math.ceil(9600 / 256) + masters
+
+
+def test_moments_of_eight_bits_go_on_from_their_state_to_the_bit() -> None:
+    pytest.importorskip("bitsandbytes")
+    given, again = make_blocks(), make_blocks()
+    whole = Optimizer(given, is_8bit=True)
+    run_blocks(given, whole, 2)
+    saved = {name: value.clone() for name, value in whole.state_tensors().items()}
+    with torch.no_grad():
+        for name, parameter in again.items():
+            parameter.copy_(given[name])
+    resumed = Optimizer(again, is_8bit=True)
+    resumed.load_state_tensors(saved)
+
+    run_blocks(given, whole, 2, first=2)
+    run_blocks(again, resumed, 2, first=2)
+
+    assert all(torch.equal(given[name], again[name]) for name in given)
+    with pytest.raises(EngineError, match=r"must have \['exp_avg', .*, got 'state1/large'"):
+        Optimizer(make_blocks()).load_state_tensors({"state1/large": saved["state1/large"]})
+
+
+def test_moments_of_eight_bits_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+
+    with pytest.raises(ConfigError, match=r"pip install 'hearth-rl\[bitsandbytes\]'"):
+        Optimizer(make_blocks(), is_8bit=True)

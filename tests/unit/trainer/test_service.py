@@ -413,7 +413,8 @@ async def test_metric_names_have_one_colon_and_a_known_reduction(
     policy: Client, random_data: Any, loss: str
 ) -> None:
     given = data_of(*random_data(count=3)) | {"loss_fn": loss}
-    for datum in given["data"]:
+    records: Any = given["data"]
+    for datum in records:
         inputs = datum["loss_fn_inputs"]
         row = inputs.pop("weights")
         inputs |= (

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hearth.errors import ConfigError
 from hearth.models.loading import LoadedModel
 from hearth.models.parallel import ShardedModel, local_parts, shard
 from hearth.planning.gradients import fits_whole_gradient
@@ -22,6 +23,7 @@ from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
 from hearth.trainer.options import TrainerOptions
 from hearth.trainer.ranks.group import RankGroup
+from hearth.trainer.ranks.muon import ShardedMuon
 from hearth.trainer.ranks.passes import RankScorer
 from hearth.trainer.residents import Resident, Residents, find_trainable
 
@@ -96,7 +98,20 @@ class RankResidents(Residents):
         return RankScorer(require_sharded(loaded), self._options)
 
     def _make_optimizer(self, loaded: LoadedModel) -> Optimizer:
-        return RankOptimizer(find_trainable(loaded), self._group, require_sharded(loaded).stored)
+        parameters, is_8bit = find_trainable(loaded), self._options.optimizer == "adamw_8bit"
+        if is_8bit and any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+            raise ConfigError(
+                "optimizer must be 'adamw' or 'muon' for all weights on several ranks, got "
+                "'adamw_8bit': its moments are scaled in blocks, which the ranks' parts would cut; "
+                "more ranks hold moments in float32, or train an adapter"
+            )
+        return RankOptimizer(
+            parameters,
+            self._group,
+            require_sharded(loaded).stored,
+            matrices=self._find_matrices(loaded),
+            is_8bit=is_8bit,
+        )
 
     def _load_shared(self) -> LoadedModel:
         base = super()._load_shared()
@@ -121,7 +136,7 @@ class RankResidents(Residents):
 
 
 class RankOptimizer(Optimizer):
-    """AdamW on this rank's parts of sharded parameters, or on its copies of whole ones.
+    """``Optimizer`` of this rank's parts of sharded parameters, or of its copies of whole ones.
 
     ``stored`` are the dtypes of the weights in snapshots. Parts are float32: where the stored dtype
     is another one, they are the master weights.
@@ -132,17 +147,25 @@ class RankOptimizer(Optimizer):
         parameters: Mapping[str, nn.Parameter],
         group: RankGroup,
         stored: Mapping[str, torch.dtype],
+        *,
+        matrices: Collection[str],
+        is_8bit: bool,
     ) -> None:
         self._group = group
         self._rounded = [
             name for name in parameters if stored.get(name, torch.float32) != torch.float32
         ]
-        super().__init__(parameters)
+        super().__init__(parameters, matrices, is_8bit=is_8bit)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As in a trainer that is one process."""
         masters = {f"master/{name}": self._masters[name].detach() for name in self._rounded}
         return super().state_tensors() | masters
+
+    def _make_muon(self, matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if any(isinstance(matrix, DTensor) for matrix in matrices):
+            return ShardedMuon(matrices, self._group.device)
+        return super()._make_muon(matrices)
 
     def _collect_gradients(self) -> list[Tensor]:
         gradients = super()._collect_gradients()
