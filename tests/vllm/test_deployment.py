@@ -11,6 +11,7 @@ import signal
 
 import httpx
 import pytest
+from tests.pieces import RankPublisher
 from tests.vllm.stack import PROMPT, TOLERANCE, events, logprobs_of
 
 _numbers = itertools.count(1)
@@ -144,6 +145,19 @@ def test_a_base_and_deltas_are_served_by_both_replicas(deployment, trainer):
         for choice in deployment.complete(n=64, max_tokens=4):
             assert choice["raw_output"]["versions"] == [[before + number, 4]]
             assert trainer.gap(choice) < TOLERANCE
+
+
+def test_what_ranks_have_written_in_pieces_is_served(deployment, trainer):
+    ranks = RankPublisher(deployment.snapshots, 2, trainer.engine.name)
+    for kind in ("base", "delta"):
+        trainer.step()
+        weights = deployment.snapshots.get(trainer.save(f"whole-{next(_numbers)}")).tensors
+        identity = f"pieces-{next(_numbers)}"
+        ranks.publish(identity, weights, as_delta=kind == "delta")
+        assert deployment.snapshots.open(identity).kind == kind
+        state = deployment.hot_load(identity)
+        assert state["current_snapshot_identity"] == identity, state
+        assert all(trainer.gap(choice) < TOLERANCE for choice in deployment.complete(n=4))
 
 
 def test_a_prompt_that_was_cached_is_computed_again_with_new_weights(deployment, trainer):

@@ -427,12 +427,15 @@ def host_bytes(
     sent = snapshot_bytes(model, trainer)
     delta = delta_bytes(model, trainer, learning_rate)
     sync = 0
-    if machine.ranks:
-        # Rank 0 has the last snapshot, the new one, a delta where that is not the new one, and
-        # a tensor twice that is gathered or compared.
-        is_full = trainer.lora_rank is None
-        sync += (1 + is_full) * sent + delta * (is_full and trainer.dtype != "float32")
-        sync += 2 * ITEMSIZE[trainer.dtype] * model.largest_tensor * is_full
+    if machine.ranks and trainer.lora_rank is not None:
+        # Rank 0 has the adapter.
+        sync += sent
+    elif machine.ranks:
+        # Each rank has its part of the last snapshot, of the new one, of a delta where that is not
+        # the new one, and of the two largest tensors twice, which are compared at the same time.
+        whole = 2 * sent + delta * (trainer.dtype != "float32")
+        whole += 4 * ITEMSIZE[trainer.dtype] * model.largest_tensor
+        sync += round(whole * machine.ranks / trainer.ranks)
     # All of vLLM's workers on a machine share the served weights and the new ones; Hearth's own
     # engine has them on the GPU.
     if machine.replicas:

@@ -98,6 +98,12 @@ class Published:
         """Make the next snapshot a base."""
         self._last = None
 
+    def can_follow(
+        self, store: SnapshotStore, identity: str, tensors: Mapping[str, Tensor]
+    ) -> bool:
+        """Whether ``publish`` would make a delta of these tensors."""
+        return self._last is not None and _can_follow(self._last, store, identity, tensors)
+
     def publish(
         self,
         store: SnapshotStore,
@@ -174,7 +180,7 @@ def _publish_delta(
     is_shared = store.shares_tensors
     fresh = _copy(tensors, on_cpu=False) if is_shared else _on_cpu(tensors)
     parts = delta.encode(last.tensors, fresh)
-    changed = delta.list_changed(parts)
+    changed = delta.list_encoded(parts)
     whole = {
         name: tensor if name in changed else last.tensors[name] for name, tensor in fresh.items()
     }

@@ -11,7 +11,8 @@ tensor has no part. A changed tensor ``t`` has parts in the order of the flat in
     t/whole     the new tensor itself
 
 ``values`` comes with one of gaps8, gaps16 and bitmap; ``whole`` comes alone. Each tensor has its
-smallest form.
+smallest form. Where several ranks have parts of a tensor, ``t`` is ``name[START:END]``, the flat
+elements of one part (``sync.pieces``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from hearth.errors import EngineError
 from hearth.sync.manifest import THREADS
+from hearth.sync.pieces import split_name
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ESCAPES = {"gaps8": 255, "gaps16": 65535}
@@ -66,10 +68,11 @@ def apply(
     Raises:
         EngineError: the parts do not fit the old tensors; the first one is named.
     """
-    by_name: dict[str, dict[str, Tensor]] = {}
+    by_name: dict[str, _Pieces] = {}
     for key, value in parts.items():
-        name, _, part = key.rpartition("/")
-        by_name.setdefault(name, {})[part] = value
+        key, _, part = key.rpartition("/")
+        name, span = split_name(key)
+        by_name.setdefault(name, {}).setdefault(span, {})[part] = value
     for name in by_name:
         if name not in old:
             raise EngineError(f"a delta must be of existing tensors, got {name!r}")
@@ -82,9 +85,14 @@ def apply(
     return dict(zip(by_name, fresh, strict=True))
 
 
-def list_changed(parts: Mapping[str, Tensor]) -> set[str]:
-    """Names of the tensors that a delta changes."""
+def list_encoded(parts: Mapping[str, Tensor]) -> set[str]:
+    """Names of the tensors, or pieces of tensors, of which ``encode`` has made parts."""
     return {key.rpartition("/")[0] for key in parts}
+
+
+def list_changed(parts: Mapping[str, Tensor]) -> set[str]:
+    """Names of the whole tensors that a delta changes."""
+    return {split_name(key.rpartition("/")[0])[0] for key in parts}
 
 
 def has_same_layout(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -125,34 +133,52 @@ def _encode_tensor(old: Tensor, new: Tensor) -> dict[str, Tensor]:
     return {part: _tensor(_encode_gaps(gaps, part)), "values": values}
 
 
-def _apply_to_tensor(
-    name: str, parts: Mapping[str, Tensor], old: Tensor, target: Tensor | None
-) -> Tensor:
+_Pieces = dict["tuple[int, int] | None", dict[str, Tensor]]
+"""The parts of a tensor by the flat elements of which they are; None is all of them."""
+
+
+def _apply_to_tensor(name: str, pieces: _Pieces, old: Tensor, target: Tensor | None) -> Tensor:
+    whole = pieces.get(None, {}).get("whole")
+    if whole is not None and len(pieces) == len(pieces[None]) == 1:
+        if (whole.dtype, whole.shape) != (old.dtype, old.shape):
+            raise _mismatch_error(name, f"{whole.dtype} {list(whole.shape)}", old)
+        return whole.to(old.device) if target is None else target.copy_(whole)
+    if target is None:
+        new = old.detach().clone(memory_format=torch.contiguous_format)
+    else:
+        new = target.copy_(old)
+    flat = new.view(-1)
+    for span, parts in pieces.items():
+        start, end = span or (0, flat.numel())
+        if end > flat.numel():
+            raise _mismatch_error(name, f"elements {start} to {end}", old)
+        _apply_to_elements(name, parts, flat[start:end])
+    return new
+
+
+def _apply_to_elements(name: str, parts: Mapping[str, Tensor], flat: Tensor) -> None:
+    """Change elements, which are contiguous and have one dimension."""
     if set(parts) == {"whole"}:
-        new = parts["whole"]
-        if (new.dtype, new.shape) != (old.dtype, old.shape):
-            raise _mismatch_error(name, f"{new.dtype} {list(new.shape)}", old)
-        return new.to(old.device) if target is None else target.copy_(new)
+        whole = parts["whole"]
+        if (whole.dtype, whole.shape) != (flat.dtype, flat.shape):
+            raise _mismatch_error(name, f"{whole.dtype} {list(whole.shape)}", flat)
+        flat.copy_(whole)
+        return
     values = parts.get("values")
     index_part = next((part for part in parts if part != "values"), "")
     if values is None or len(parts) != 2 or index_part not in ("bitmap", *_ESCAPES):
-        raise _mismatch_error(name, f"the parts {sorted(parts)}", old)
+        raise _mismatch_error(name, f"the parts {sorted(parts)}", flat)
     stored = parts[index_part].numpy()
     if index_part == "bitmap":
         where = np.flatnonzero(np.unpackbits(stored, bitorder="little"))
     else:
         where = _decode_gaps(stored, index_part)
     last = int(where[-1]) if where.size else -1
-    if values.dtype != old.dtype or values.numel() != where.size or last >= old.numel():
-        raise _mismatch_error(name, f"{values.numel()} {values.dtype} up to element {last}", old)
-    if target is None:
-        new = old.detach().clone(memory_format=torch.contiguous_format)
-    else:
-        new = target.copy_(old)
+    if values.dtype != flat.dtype or values.numel() != where.size or last >= flat.numel():
+        raise _mismatch_error(name, f"{values.numel()} {values.dtype} up to element {last}", flat)
     # Not _bits: for a tensor without dimensions that could be a copy.
-    flat = new.view(-1).view(_INTEGERS[old.element_size()])
-    flat[_tensor(where).to(flat.device)] = _bits(values).to(flat.device)
-    return new
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    bits[_tensor(where).to(flat.device)] = _bits(values).to(flat.device)
 
 
 def _mismatch_error(name: str, found: str, old: Tensor) -> EngineError:

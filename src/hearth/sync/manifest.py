@@ -12,7 +12,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +32,8 @@ THREADS = min(8, os.cpu_count() or 1)
 """Threads that hash, compare and copy tensors, all without holding the GIL."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
-_LEAF = 2**24
+LEAF = 2**24
+"""Bytes of a tensor that are hashed as one."""
 _MIN_FOR_THREADS = 2**22
 
 
@@ -127,11 +128,34 @@ def write_folder(
         StorageError: the disk refused.
     """
     with write_draft(folder) as draft:
-        arrays = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        save_file(arrays, draft / f"{name}.safetensors")
-        own = {"number": next_number(folder.parent), "files": {name: describe(tensors)}}
-        text = json.dumps(seal({**manifest, **own}), indent=1)
-        (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
+        files = {name: write_tensors(draft, name, tensors)}
+        write_manifest(draft, manifest, next_number(folder.parent), files)
+
+
+def write_tensors(draft: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Write ``<name>.safetensors`` into a draft; its tensors' entries.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    arrays = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    save_file(arrays, draft / f"{name}.safetensors")
+    return describe(tensors)
+
+
+def write_manifest(
+    draft: Path,
+    manifest: Mapping[str, Any],
+    number: int,
+    files: Mapping[str, Mapping[str, TensorEntry]],
+) -> None:
+    """Write the manifest of a draft whose files have these tensors, by the files' names.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    text = json.dumps(seal({**manifest, "number": number, "files": dict(files)}), indent=1)
+    (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -252,7 +276,7 @@ def _checksums(
     ends: list[int] = []
     for tensor in tensors.values():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        leaves.extend(flat[start : start + _LEAF] for start in range(0, max(1, len(flat)), _LEAF))
+        leaves.extend(flat[start : start + LEAF] for start in range(0, max(1, len(flat)), LEAF))
         ends.append(len(leaves))
     if sum(map(len, leaves)) < _MIN_FOR_THREADS:
         hashes = [hash_of(leaf) for leaf in leaves]
@@ -261,10 +285,13 @@ def _checksums(
             hashes = list(pool.map(hash_of, leaves))
     sums: dict[str, str] = {}
     for name, start, end in zip(tensors, [0, *ends], ends, strict=False):
-        pieces = hashes[start:end]
-        total = pieces[0] if len(pieces) == 1 else _blake2b(b"".join(pieces))
-        sums[name] = f"{name_of_hash}:{total.hex()}"
+        sums[name] = f"{name_of_hash}:{combine_leaves(hashes[start:end]).hex()}"
     return sums
+
+
+def combine_leaves(hashes: Sequence[bytes]) -> bytes:
+    """The hash of a tensor from those of its leaves."""
+    return hashes[0] if len(hashes) == 1 else _blake2b(b"".join(hashes))
 
 
 def _crc32(data: memoryview) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
@@ -14,17 +15,20 @@ from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.sync import delta
-from hearth.sync.folders import remove_folder
+from hearth.sync.folders import remove_folder, write_draft
 from hearth.sync.manifest import (
     TensorEntry,
     check_name,
     digest,
     fingerprints,
     folder_names,
+    next_number,
     read_manifest,
     read_tensors,
     write_folder,
+    write_manifest,
 )
+from hearth.sync.pieces import place_pieces
 from hearth.sync.snapshot import Snapshot, SnapshotKind, SnapshotStore
 
 __all__ = [
@@ -40,7 +44,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "hearth-snapshot-2"
+_FORMAT = "hearth-snapshot-3"
+_FORMATS = ("hearth-snapshot-2", _FORMAT)
+"""Version 2 had whole tensors in one file, which version 3 reads as well."""
 _DATA = "weights"
 
 S = TypeVar("S", bound=SnapshotStore, covariant=True)
@@ -111,6 +117,8 @@ class MemorySnapshotStore:
 class FolderSnapshotStore:
     """One folder per snapshot under ``root``: ``manifest.json`` and ``weights.safetensors``.
 
+    Ranks write a file each, ``weights-RANK.safetensors``, with their pieces of the tensors.
+
     With ``keep`` a put removes snapshots that are neither among the newest ``keep`` nor a base or
     link of one of those. Several processes may use one root.
 
@@ -132,25 +140,36 @@ class FolderSnapshotStore:
         folder = self._root / check_name(snapshot.identity, "identity")
         with self._lock:
             if folder.is_dir():
-                self._require_same(snapshot)
+                self.require_same(snapshot)
                 return
-            manifest: dict[str, Any] = {
-                "format": _FORMAT,
-                "identity": snapshot.identity,
-                "kind": snapshot.kind,
-                "base_model": snapshot.base_model,
-                "created_s": snapshot.created_s,
-                "metadata": dict(snapshot.metadata),
-            }
-            if snapshot.kind == "delta":
-                manifest |= self._delta_fields(snapshot)
-            else:
-                manifest["weights"] = _entries_of(snapshot)
-            write_folder(folder, manifest, _DATA, snapshot.tensors)
-            try:
-                self._remove_old()
-            except (EngineError, OSError) as error:  # the new one is complete
-                logger.warning("old snapshots under %s stay: %s", self._root, error)
+            write_folder(folder, self._make_manifest(snapshot), _DATA, snapshot.tensors)
+            self._remove_old()
+
+    @contextlib.contextmanager
+    def write_pieces(self, identity: str) -> Generator[Path, None, None]:
+        """A draft into which several processes write their pieces of a snapshot's tensors.
+
+        Each writes files of its own (``manifest.write_tensors``), and one of them calls
+        ``finish_pieces`` before the ``with`` ends. It appears complete or not at all.
+
+        Raises:
+            RequestError: the identity is no valid name, or is taken.
+        """
+        with write_draft(self._root / check_name(identity, "identity")) as draft:
+            yield draft
+        self._remove_old()
+
+    def finish_pieces(
+        self, draft: Path, snapshot: Snapshot, files: Mapping[str, Mapping[str, TensorEntry]]
+    ) -> None:
+        """Write the manifest of a snapshot in pieces, which has ``entries`` and no tensors.
+
+        ``files`` has the entries of each file's pieces.
+
+        Raises:
+            EngineError: it is a delta, and its parent is not kept.
+        """
+        write_manifest(draft, self._make_manifest(snapshot), next_number(self._root), files)
 
     def get(self, identity: str) -> Snapshot:
         """The snapshot on the CPU, every tensor of its own checked against its checksum."""
@@ -160,10 +179,11 @@ class FolderSnapshotStore:
     def open(self, identity: str) -> Snapshot:
         """As ``get``, but its tensors are read, and checked, when the first of them is used."""
         manifest = self._read_manifest(identity)
+        is_delta = manifest["kind"] == "delta"
+        files = manifest["files"].values()
+        names = {name: 0 for file in files for name in file} if is_delta else manifest["weights"]
         folder = self._root / identity
-        tensors = _UnreadTensors(
-            manifest["files"].get(_DATA, {}), lambda: read_tensors(folder, manifest, _DATA)
-        )
+        tensors = _UnreadTensors(names, lambda: _read_files(folder, manifest))
         return Snapshot(
             identity,
             manifest["kind"],
@@ -178,8 +198,8 @@ class FolderSnapshotStore:
         )
 
     def read_into(self, identity: str, targets: Mapping[str, Tensor]) -> None:
-        """Read a snapshot's own tensors into others of the same layout, checked as by ``get``."""
-        read_tensors(self.folder(identity), self._read_manifest(identity), _DATA, targets)
+        """Read a base's tensors into others of the same layout, checked as by ``get``."""
+        _read_files(self.folder(identity), self._read_manifest(identity), targets)
 
     def folder(self, identity: str) -> Path:
         """Where a snapshot's files are.
@@ -198,13 +218,26 @@ class FolderSnapshotStore:
 
     def _read_manifest(self, identity: str) -> dict[str, Any]:
         manifest = read_manifest(self.folder(identity))
-        is_snapshot = manifest.get("format") == _FORMAT and "weights" in manifest
+        is_snapshot = manifest.get("format") in _FORMATS and "weights" in manifest
         if not is_snapshot or manifest.get("kind") not in get_args(SnapshotKind):
             raise EngineError(
                 f"{identity!r} must be a sampler snapshot ({_FORMAT}), got "
                 f"{manifest.get('format')!r} of kind {manifest.get('kind')!r}"
             )
         return manifest
+
+    def _make_manifest(self, snapshot: Snapshot) -> dict[str, Any]:
+        manifest: dict[str, Any] = {
+            "format": _FORMAT,
+            "identity": snapshot.identity,
+            "kind": snapshot.kind,
+            "base_model": snapshot.base_model,
+            "created_s": snapshot.created_s,
+            "metadata": dict(snapshot.metadata),
+        }
+        if snapshot.kind == "delta":
+            return manifest | self._delta_fields(snapshot)
+        return manifest | {"weights": _entries_of(snapshot)}
 
     def _delta_fields(self, snapshot: Snapshot) -> dict[str, Any]:
         """A delta's manifest fields: its parent, and the entries of its whole weights."""
@@ -218,7 +251,12 @@ class FolderSnapshotStore:
             "weights": _entries_of(snapshot, parent),
         }
 
-    def _require_same(self, snapshot: Snapshot) -> None:
+    def require_same(self, snapshot: Snapshot) -> None:
+        """Refuse a snapshot whose name is taken by other weights.
+
+        Raises:
+            RequestError: it is.
+        """
         kept = self._read_manifest(snapshot.identity)
         if (
             kept["base_model"] != snapshot.base_model
@@ -229,6 +267,12 @@ class FolderSnapshotStore:
             raise _name_taken(snapshot.identity)
 
     def _remove_old(self) -> None:
+        try:
+            self._remove_unneeded()
+        except (EngineError, OSError) as error:  # the new one is complete
+            logger.warning("old snapshots under %s stay: %s", self._root, error)
+
+    def _remove_unneeded(self) -> None:
         names = self.names()
         if self._keep is None or len(names) <= self._keep:
             return
@@ -247,6 +291,25 @@ class FolderSnapshotStore:
             return self._read_manifest(identity).get("parent")
         except (EngineError, NotFoundError):
             return None
+
+
+def _read_files(
+    folder: Path, manifest: Mapping[str, Any], into: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The verified tensors of a snapshot's files: whole ones, or the parts of a delta.
+
+    Raises:
+        EngineError: a file is missing or does not match the manifest.
+    """
+    files: Mapping[str, Mapping[str, TensorEntry]] = manifest["files"]
+    if manifest["kind"] == "delta":
+        read = [read_tensors(folder, manifest, file) for file in files]
+        return {name: part for parts in read for name, part in parts.items()}
+    names = [name for file in files.values() for name in file]
+    whole, pieces = place_pieces(manifest["weights"], names, into)
+    for file, entries in files.items():
+        read_tensors(folder, manifest, file, {name: pieces[name] for name in entries})
+    return whole
 
 
 class _UnreadTensors(Mapping[str, Tensor]):

@@ -373,9 +373,12 @@ class TrainerEngine:
         """
         model = self._residents.get(model_id)
         facts: dict[str, Any] = {"step": model.steps, "user": dict(metadata or {})}
-        is_merged = model.lora is not None and kind == "merged_base"
+        if model.lora is None:
+            self._publish_weights(model, identity, facts, as_delta=kind == "delta")
+            return identity
+        is_merged = kind == "merged_base"
         tensors = self._merge_adapter(model) if is_merged else self._collect_whole(model)
-        self._write_once(lambda: self._publish(model, identity, kind, tensors, facts))
+        self._write_once(lambda: self._publish_adapter(model, identity, kind, tensors, facts))
         return identity
 
     @_run_alone
@@ -473,7 +476,16 @@ class TrainerEngine:
         """Call a function that writes files; where several ranks share a model, on one of them."""
         write()
 
-    def _publish(
+    def _publish_weights(
+        self, model: Resident, identity: str, facts: Mapping[str, Any], *, as_delta: bool
+    ) -> None:
+        tensors = self._collect_whole(model)
+        check_finite(identity, tensors)
+        model.published.publish(
+            self._snapshots, identity, self.name, tensors, facts, as_delta=as_delta
+        )
+
+    def _publish_adapter(
         self,
         model: Resident,
         identity: str,
@@ -481,12 +493,8 @@ class TrainerEngine:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
     ) -> None:
-        _check_finite(identity, tensors)
-        if model.lora is None:
-            model.published.publish(
-                self._snapshots, identity, self.name, tensors, facts, as_delta=kind == "delta"
-            )
-            return
+        check_finite(identity, tensors)
+        assert model.lora is not None, "it has an adapter"
         if kind != "merged_base":
             lora = {**facts, **model.lora.as_metadata()}
             self._snapshots.put(Snapshot.capture(identity, "lora", self.name, tensors, lora))
@@ -582,7 +590,7 @@ def _parse_objective(loss_fn: str, config: LossConfig | None) -> tuple[BuiltinOb
     return builtin_objective(loss_fn, options), float(temperature)
 
 
-def _check_finite(identity: str, tensors: Mapping[str, Tensor]) -> None:
+def check_finite(identity: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that nobody can sample from."""
     if (found := describe_non_finite(tensors)) is not None:
         raise NumericsError(

@@ -185,6 +185,8 @@ def test_snapshots_and_deltas_are_the_whole_weights(trainer, checkpoints, ranks)
     base = trainer.published(model, "first")
     train(trainer, model, 1)
     delta = trainer.published(model, "second", "delta")
+    with pytest.raises(RefusedError, match="identity must be new"):
+        trainer.published(model, "first")
     trainer.save_state(model, "published")
     trainer.unload(model)
 
@@ -196,6 +198,10 @@ def test_snapshots_and_deltas_are_the_whole_weights(trainer, checkpoints, ranks)
     assert delta.keys() == saved.keys() == base.keys()
     assert all(torch.equal(delta[name], tensor) for name, tensor in saved.items())
     assert any(not torch.equal(base[name], tensor) for name, tensor in saved.items())
+    for name, kind in (("first", "base"), ("second", "delta")):
+        files = {path.name for path in trainer.snapshots.folder(name).glob("*.safetensors")}
+        assert files == {f"weights-{rank}.safetensors" for rank in range(ranks)}
+        assert trainer.snapshots.open(name).kind == kind
 
 
 def test_an_adapter_is_published_alone_or_merged(trainer, single):

@@ -156,21 +156,24 @@ def test_ranks_hold_what_is_planned_within_a_tenth(tmp_path: Path, setting: Trai
 
     found = measure(tmp_path, "8b", setting, WHOLE)
 
-    model, (first, *others) = found.model, found.ranks
+    model, is_full = found.model, setting.lora_rank is None
     assert_same_state(found)
     held = sum(trainer_bytes(model, setting).values())
-    # Rank 0 keeps the last snapshot of a full policy in the host's memory, which is the same here.
-    kept = snapshot_bytes(model, setting) if setting.lora_rank is None else 0
+    # Of a full policy each rank keeps its part of the last snapshot in the host's memory, which is
+    # the same here.
+    kept = snapshot_bytes(model, setting) / setting.ranks if is_full else 0
     for rank in found.ranks:
-        assert rank["pass"] == pytest.approx(held + kept * (rank is first), rel=0.1)
-    if kept:
+        assert rank["pass"] == pytest.approx(held + kept, rel=0.1)
+    if is_full:
         state = rank_state_bytes(model, setting)
         host = host_bytes(
             model, setting, ReplicaSetting(), Machine(1, 0), learning_rate=LEARNING_RATE
         )
         published = state["weights"] + state["moments"] + host["sync"]
-        assert first["sync"] == pytest.approx(published, rel=0.1)
-        assert all(rank["sync"] < first["sync"] for rank in others)
+        if setting.dtype == "float32":
+            published -= kept  # A GPU's weights are copied; here they are read where they are.
+        for rank in found.ranks:
+            assert rank["sync"] == pytest.approx(published, rel=0.1)
 
 
 # Of a mixture in bfloat16 a CPU's peak says nothing: its libraries keep what they prepared for each

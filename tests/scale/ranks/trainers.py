@@ -20,7 +20,7 @@ from hearth.launch.records import last_lines
 from hearth.launch.spec import TrainerSpec
 from hearth.sync.chain import resolve
 from hearth.sync.manifest import read_manifest
-from hearth.sync.store import FolderBuckets
+from hearth.sync.store import FolderBuckets, FolderSnapshotStore
 from hearth.trainer.checkpoint import DATA
 from hearth.trainer.dcp import load_tensors
 from hearth.trainer.engine import TrainerEngine
@@ -52,6 +52,11 @@ class RankTrainer:
             base_url="http://worker",
             timeout=120,
         )
+
+    @property
+    def snapshots(self) -> FolderSnapshotStore:
+        """Those that it has published."""
+        return FolderBuckets(self._buckets).bucket(self._bucket)
 
     def log(self, rank: int) -> Sequence[str]:
         return last_lines(self.folder / "sidecars" / f"rank-{rank}" / "log")
@@ -137,8 +142,7 @@ class RankTrainer:
     def published(self, model_id: str, identity: str, kind: str = "base") -> dict[str, Tensor]:
         """The weights of a snapshot that it publishes."""
         self.ask("save_weights_for_sampler", model_id=model_id, path=identity, checkpoint_type=kind)
-        store = FolderBuckets(self._buckets).bucket(self._bucket)
-        return dict(resolve(store, identity).tensors)
+        return dict(resolve(self.snapshots, identity).tensors)
 
     def unload(self, model_id: str) -> None:
         self.ask("unload_model", model_id=model_id)

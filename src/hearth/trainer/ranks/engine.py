@@ -22,6 +22,7 @@ from hearth.errors import HearthError
 from hearth.models.loading import LoadedModel, base_tensors
 from hearth.models.lora import merge_tensors
 from hearth.models.parallel import gather_tensors
+from hearth.sync.store import FolderSnapshotStore
 from hearth.trainer.checkpoint import (
     DATA,
     CheckpointFolder,
@@ -30,11 +31,12 @@ from hearth.trainer.checkpoint import (
     write_manifest,
 )
 from hearth.trainer.dcp import describe_tensors, load_into, save_tensors
-from hearth.trainer.engine import TrainerEngine
+from hearth.trainer.engine import TrainerEngine, check_finite
 from hearth.trainer.options import TrainerWorkerOptions
 from hearth.trainer.passes import Pass
 from hearth.trainer.ranks.group import RankGroup, decode, encode
 from hearth.trainer.ranks.passes import RankPass
+from hearth.trainer.ranks.publishing import PieceStore, take_pieces
 from hearth.trainer.ranks.residents import RankResidents, require_sharded
 from hearth.trainer.residents import Resident, Residents, find_trainable
 
@@ -145,6 +147,25 @@ class RankEngine(TrainerEngine):
         loaded, keep = require_sharded(model.loaded), self._group.rank == 0
         whole = gather_tensors(base_tensors(loaded.module), loaded.stored, keep=keep)
         return merge_tensors(loaded, whole) if keep else {}
+
+    def _publish_weights(
+        self, model: Resident, identity: str, facts: Mapping[str, Any], *, as_delta: bool
+    ) -> None:
+        group, snapshots = self._group, self._snapshots
+        assert isinstance(snapshots, FolderSnapshotStore), "ranks are given a folder of buckets"
+        own = take_pieces(model.tensors(), require_sharded(model.loaded).stored, group)
+        group.run_on_all(lambda: check_finite(identity, own.tensors))
+        store = PieceStore(snapshots, group, own.layout)
+        can_follow = as_delta and model.published.can_follow(store, identity, own.tensors)
+        model.published.publish(
+            store,
+            identity,
+            self.name,
+            own.tensors,
+            facts,
+            # What its own deltas sum up to differs by rank.
+            as_delta=all(group.gather(can_follow)),
+        )
 
     def _write_once(self, write: Callable[[], None]) -> None:
         self._group.run_on_first(write)

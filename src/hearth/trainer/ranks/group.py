@@ -163,6 +163,25 @@ class RankGroup:
             raise _find_error(outcome["error"])(outcome["text"])
         return cast("R", outcome["result"])
 
+    def run_on_all(self, function: Callable[[], R]) -> list[R]:
+        """Call a function on every rank; all return the results by rank, or raise the same error.
+
+        The results are JSON values.
+
+        Raises:
+            HearthError: that of the first rank that had one.
+        """
+        outcome: dict[str, Any]
+        try:
+            outcome = {"result": function()}
+        except HearthError as error:
+            outcome = {"error": type(error).__name__, "text": str(error)}
+        outcomes = self.gather(outcome)
+        for outcome in outcomes:
+            if "error" in outcome:
+                raise _find_error(outcome["error"])(outcome["text"])
+        return [outcome["result"] for outcome in outcomes]
+
     def gather(self, value: R) -> list[R]:
         """The JSON values of all ranks, by rank."""
         own = orjson.dumps(value)

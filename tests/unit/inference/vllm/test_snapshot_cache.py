@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.pieces import RankPublisher
 
 from hearth.errors import EngineError
 from hearth.inference.vllm.plugin.node_copy import NodeCopies
@@ -25,29 +26,43 @@ NAMES = ("model.embed.weight", "model.layers.0.q.weight", "model.layers.1.q.weig
 
 
 class Trainer:
-    def __init__(self, store: SnapshotStore) -> None:
+    """A trainer of one process, or of so many ranks, which write pieces."""
+
+    def __init__(self, store: SnapshotStore, ranks: int = 1) -> None:
         self.store = store
         self.weights = {name: torch.arange(256.0) + place for place, name in enumerate(NAMES)}
         self._published = Published()
+        self._ranks = None
+        if isinstance(store, FolderSnapshotStore) and ranks > 1:
+            self._ranks = RankPublisher(store, ranks)
 
     def save(self, identity: str, changed: str | None = None) -> Snapshot:
         if changed is not None:
             self.weights[changed][7] += 1
-        self._published.publish(
-            self.store, identity, "m", self.weights, {}, as_delta=changed is not None
-        )
+        as_delta = changed is not None
+        if self._ranks is not None:
+            self._ranks.publish(identity, self.weights, as_delta=as_delta)
+        else:
+            self._published.publish(self.store, identity, "m", self.weights, {}, as_delta=as_delta)
         return self.store.get(identity)
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture(params=["memory", "folder", "pieces"])
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
-    is_memory = request.param == "memory"
-    return Trainer(MemorySnapshotStore(9) if is_memory else FolderSnapshotStore(tmp_path / "b"))
+    if request.param == "memory":
+        return Trainer(MemorySnapshotStore(9))
+    ranks = 3 if request.param == "pieces" else 1
+    return Trainer(FolderSnapshotStore(tmp_path / "b"), ranks)
 
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> SnapshotCache:
     return SnapshotCache(tmp_path / "shelf")
+
+
+def remove_tensors(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
 
 
 def prepare(source: SnapshotSource, root: Path, identity: str) -> None:
@@ -91,7 +106,7 @@ def test_a_damaged_snapshot_is_refused_and_the_next_goes_on_as_before(trainer, s
         shelf.add(trainer.save(identity, changed))
         source.note_loaded(source.take(shelf.root, identity))
     shelf.add(trainer.save("two", NAMES[1]))
-    file = shelf.root / "two" / "weights.safetensors"
+    file = max((shelf.root / "two").glob("*.safetensors"), key=lambda file: file.stat().st_size)
     intact = file.read_bytes()
     file.unlink()
     file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
@@ -109,7 +124,7 @@ def test_a_snapshot_is_read_beside_other_work_and_then_only_taken(trainer, shelf
     source = SnapshotSource()
     shelf.add(trainer.save("base"))
     prepare(source, shelf.root, "base")
-    (shelf.root / "base" / "weights.safetensors").unlink()
+    remove_tensors(shelf.root / "base")
 
     update = source.take(shelf.root, "base")
 
@@ -123,7 +138,7 @@ def test_one_worker_of_a_machine_reads_and_the_others_have_its_memory(trainer, s
     first, second = SnapshotSource(), SnapshotSource()
     shelf.add(trainer.save("base"))
     taken = first.take(shelf.root, "base")
-    (shelf.root / "base" / "weights.safetensors").unlink()
+    remove_tensors(shelf.root / "base")
 
     shared = second.take(shelf.root, "base")
 
@@ -145,7 +160,7 @@ def test_a_delta_is_applied_to_the_memory_that_another_worker_has(trainer, shelf
     shelf.add(trainer.save("one", NAMES[0]))
     first.note_loaded(first.take(shelf.root, "one"))
     shelf.add(trainer.save("two", NAMES[1]))
-    (shelf.root / "base" / "weights.safetensors").unlink()
+    remove_tensors(shelf.root / "base")
 
     found = second.take(shelf.root, "two").tensors
 

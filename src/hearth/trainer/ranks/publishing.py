@@ -1,0 +1,126 @@
+"""Snapshots that ranks write together: each writes its pieces of the weights, and none has more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hearth.files import explain_refusals, fsync
+from hearth.sync.manifest import TensorEntry, write_tensors
+from hearth.sync.pieces import Span, join_sums, name_piece, sum_pieces
+from hearth.sync.snapshot import Snapshot
+from hearth.sync.store import FolderSnapshotStore
+from hearth.trainer.ranks.group import RankGroup
+
+Layout = Mapping[str, tuple[str, list[int]]]
+"""The dtype and the shape of each whole tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPieces:
+    """This rank's part of a model's tensors."""
+
+    tensors: Mapping[str, Tensor]
+    """Flat elements, by the names of ``sync.pieces``."""
+    layout: Layout
+
+
+def take_pieces(
+    tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], group: RankGroup
+) -> OwnPieces:
+    """What this rank publishes of tensors that ranks share; all ranks call it.
+
+    Of a sharded tensor it has its rows in the ``stored`` dtype, of a whole one rank 0 has all.
+    """
+    parts: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part = tensor.detach()
+        if isinstance(part, DTensor):
+            part = part.to_local()
+        elif group.rank > 0:
+            part = part[:0]
+        parts[name] = part.to(stored.get(name, part.dtype)).reshape(-1)
+    counts = group.gather({name: part.numel() for name, part in parts.items()})
+    pieces: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        start = sum(count[name] for count in counts[: group.rank])
+        if part.numel():
+            pieces[name_piece(name, start, start + part.numel())] = part
+    layout = {
+        name: (str(parts[name].dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    return OwnPieces(pieces, layout)
+
+
+class PieceStore:
+    """A folder of snapshots to which all ranks put their pieces, at the same time.
+
+    It is a ``SnapshotStore``; errors are raised on all ranks.
+    """
+
+    shares_tensors = False
+
+    def __init__(self, store: FolderSnapshotStore, group: RankGroup, layout: Layout) -> None:
+        self._store = store
+        self._group = group
+        self._layout = layout
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Store a snapshot, of which each rank has its pieces."""
+        group = self._group
+        with contextlib.ExitStack() as stack:
+            place = group.run_on_first(lambda: self._begin(snapshot.identity, stack))
+            written = group.run_on_all(lambda: self._write_own(place, snapshot))
+            group.run_on_first(lambda: self._finish(place, snapshot, written, stack))
+
+    def get(self, identity: str) -> Snapshot:
+        """As the folder's; the tensors are whole."""
+        return self._store.get(identity)
+
+    def names(self) -> list[str]:
+        """Identities, oldest first, as rank 0 has them."""
+        return self._group.run_on_first(self._store.names)
+
+    def _begin(self, identity: str, stack: contextlib.ExitStack) -> str | None:
+        """A draft for the snapshot; None if there is one of that name."""
+        if identity in self._store.names():
+            return None
+        return str(stack.enter_context(self._store.write_pieces(identity)))
+
+    def _write_own(self, place: str | None, snapshot: Snapshot) -> dict[str, Any]:
+        entries: Mapping[str, TensorEntry] = {}
+        if place is not None:
+            draft, name = Path(place), f"weights-{self._group.rank}"
+            with explain_refusals(draft):
+                entries = write_tensors(draft, name, snapshot.tensors)
+                # Here, since on another machine only its own writes can be waited for.
+                fsync(draft / f"{name}.safetensors")
+        return {"entries": entries, "sums": sum_pieces(snapshot.weights or {})}
+
+    def _finish(
+        self,
+        place: str | None,
+        snapshot: Snapshot,
+        written: list[dict[str, Any]],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        sums: list[dict[str, list[Span]]] = [own["sums"] for own in written]
+        entries = {
+            name: join_sums(dtype, shape, [span for own in sums for span in own.get(name, ())])
+            for name, (dtype, shape) in self._layout.items()
+        }
+        whole = replace(snapshot, tensors={}, whole=None, entries=entries)
+        if place is None:
+            self._store.require_same(whole)
+            return
+        files = {f"weights-{rank}": own["entries"] for rank, own in enumerate(written)}
+        self._store.finish_pieces(Path(place), whole, files)
+        stack.close()
