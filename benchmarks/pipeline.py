@@ -1,11 +1,12 @@
 """What the pipeline itself costs: ``async_rl_loop`` with rollouts that are there at once.
 
 Rows of 8 samples go through the recipe as it is, on the embedded platform. The rollout function
-answers at once, with canned samples of 8 tokens, half of them sampled (``--new-tokens``), whose
-rewards differ within a group. Training is real, of a Qwen3 with 340 parameters. The rest is queues,
-checks, advantages, datums, wire, losses, metrics, weight syncs and checkpoints: Python, of which
-one thread runs at a time. A step has 128 rows, so that what each step costs (an optimizer step, a
-weight sync, a dozen requests) counts little beside what each sample costs.
+answers at once, with canned samples of 8 tokens, half of them sampled (``--prompt-tokens``,
+``--new-tokens``), whose rewards differ within a group. Training is real, of a Qwen3 with 340
+parameters. The rest is queues, checks, advantages, datums, wire, losses, metrics, weight syncs and
+checkpoints: Python, of which one thread runs at a time. A step has 128 rows, so that what each step
+costs (an optimizer step, a weight sync, a dozen requests) counts little beside what each sample
+costs.
 
 Each number of rows is a process of its own. Nothing may grow with it: neither the time of a sample
 nor, beyond what is kept of the last ones, memory.
@@ -42,9 +43,8 @@ from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
 
 GROUP = 8
-PROMPT_TOKENS = 4
-LOGPROB = -3.93
-"""That of each of 51 tokens where all are equally likely."""
+LOGPROBS = [-8 * (place * 0.6180339887 % 1) for place in range(2**16)]
+"""Numbers that do not repeat, so that files of them are as long as real ones."""
 WARM_UP = 2
 """Steps left out at the start."""
 SAMPLE_S = 0.1
@@ -128,9 +128,10 @@ def thread_seconds(native_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def canned_rollouts(watch: Watch, new_tokens: int) -> Any:
+def canned_rollouts(watch: Watch, prompt_tokens: int, new_tokens: int) -> Any:
     """A factory of rollout functions that answer at once."""
-    prompt = list(range(4, 4 + PROMPT_TOKENS))
+    prompt = [4 + place % 40 for place in range(prompt_tokens)]
+    answers = [[4 + (first + place) % 40 for place in range(new_tokens)] for first in range(40)]
 
     def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
         watch.begun.set()
@@ -140,9 +141,9 @@ def canned_rollouts(watch: Watch, new_tokens: int) -> Any:
         ) -> RolloutSample:
             first = row_index + rollout_idx
             return RolloutSample(
-                tokens=prompt + [4 + (first + place) % 40 for place in range(new_tokens)],
-                logprobs=[0.0] * PROMPT_TOKENS + [LOGPROB] * new_tokens,
-                loss_mask=[0] * PROMPT_TOKENS + [1] * new_tokens,
+                tokens=prompt + answers[first % 40],
+                logprobs=[0.0] * prompt_tokens + LOGPROBS[first : first + new_tokens],
+                loss_mask=[0] * prompt_tokens + [1] * new_tokens,
                 reward=float(first % 3),
                 text="four",
             )
@@ -164,7 +165,7 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
             completions_per_prompt=GROUP,
             prompt_groups_per_step=asked.prompts,
             max_completion_tokens=asked.new_tokens,
-            max_seq_len=PROMPT_TOKENS + asked.new_tokens,
+            max_seq_len=asked.prompt_tokens + asked.new_tokens,
             max_head_offpolicy_versions=asked.late,
             learning_rate=1e-6,
             kl_beta=0.0,
@@ -174,7 +175,7 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
         )
         main(
             config,
-            rollout_fn_factory=canned_rollouts(watch, asked.new_tokens),
+            rollout_fn_factory=canned_rollouts(watch, asked.prompt_tokens, asked.new_tokens),
             rows=make_rows(rows),
         )
         watch.end()
@@ -218,6 +219,8 @@ def run(asked: argparse.Namespace, rows: int) -> Result:
         str(asked.threads),
         "--placement",
         asked.placement,
+        "--prompt-tokens",
+        str(asked.prompt_tokens),
         "--new-tokens",
         str(asked.new_tokens),
     ]
@@ -254,6 +257,7 @@ def command() -> None:
     parser.add_argument("--late", type=int, default=1, help="max_head_offpolicy_versions")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--placement", choices=["inline", "process"], default="inline")
+    parser.add_argument("--prompt-tokens", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=4, help="tokens of a completion")
     parser.add_argument("--json", action="store_true", help="one JSON object a run, nothing else")
     parser.add_argument("--run", type=int, help=argparse.SUPPRESS)

@@ -11,6 +11,11 @@ of its tokens:
 A weight sync is ``weight_sync.py``'s: a delta through a folder, on two threads.
 
     python benchmarks/scale_constants.py
+    python benchmarks/scale_constants.py --load [--in-flight 1 64 512] [--samples 2000]
+
+``--load`` asks for completions of a real size, so many at a time: a prompt of 1,000 tokens, 512 to
+1,024 new ones with two logprobs each. The deployment is the real one over an engine that answers at
+once. It prints how long samples took, the CPU of each process, and which of them is full first.
 """
 
 from __future__ import annotations
@@ -20,11 +25,13 @@ import asyncio
 import os
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import httpx
+import numpy as np
 import orjson
 import torch
 import uvicorn
@@ -46,12 +54,13 @@ from hearth.control.catalog import read_catalog
 from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
-from hearth.inference.backend import SampledSequence
+from hearth.inference.backend import InferenceBackend, SampledSequence, SampleRequest, ServingState
 from hearth.inference.responses import completion_response, perf_metrics
+from hearth.inference.service import create_app
 from hearth.launch.spec import DeploymentSpec, Endpoint, ExitReport, Watcher
 from hearth.sdk import DeploymentSampler, FixedConcurrencyController
 from hearth.sdk.batches import build_batch
-from hearth.sync.store import FolderSnapshotStore
+from hearth.sync.store import FolderSnapshotStore, MemorySnapshotStore
 from hearth.wire.completions import CompletionCall
 from hearth.wire.fireworks import Deployment
 from training.samples.datums import datum_from_tokens_weights
@@ -62,6 +71,8 @@ NEW_TOKENS = (4, 900)
 VOCAB = 151936
 REQUESTS = 400
 IN_FLIGHT = 64
+LOAD_PROMPT_TOKENS, LOAD_NEW_TOKENS = 1000, (512, 1024)
+"""Of ``--load``: the second are the least and the most."""
 ROWS, PROMPTS = 384, 64
 """Of the pipeline's run."""
 ROUNDS = 3
@@ -123,31 +134,88 @@ def pipeline_s(new_tokens: int) -> float:
 
 def requests_s(new_tokens: int) -> tuple[float, float]:
     """CPU seconds of a completion in the process that asks for it, and in the gateway's."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", "nano")
-        port, path = free_port(), str(Path(folder) / "deployment")
-        parts = [["--deployment", path], ["--gateway", path, str(port), str(model)]]
-        processes = [subprocess.Popen([sys.executable, __file__, *part]) for part in parts]
-        try:
-            wait_for(f"http://127.0.0.1:{port}/healthz")
-            sampler = DeploymentSampler(
-                f"http://127.0.0.1:{port}",
-                "accounts/me/deployments/d",
-                "x",
-                concurrency_controller=FixedConcurrencyController(IN_FLIGHT),
-            )
-            asyncio.run(sample_all(sampler, IN_FLIGHT, new_tokens))
-            gateway_s, own_s = cpu_s(processes[1].pid), time.process_time()
-            asyncio.run(sample_all(sampler, REQUESTS, new_tokens))
-            asked_s = time.process_time() - own_s
-            gateway_s = cpu_s(processes[1].pid) - gateway_s
-            sampler.close()
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
-    return asked_s / REQUESTS, gateway_s / REQUESTS
+    with Platform() as platform:
+        asyncio.run(sample_all(platform.sampler, IN_FLIGHT, new_tokens))
+        before = platform.cpu_s()
+        asyncio.run(sample_all(platform.sampler, REQUESTS, new_tokens))
+        used = platform.cpu_s() - before
+    return used[0] / REQUESTS, used[1] / REQUESTS
+
+
+class Platform:
+    """A gateway and a deployment whose engine answers at once, each in a process of its own."""
+
+    names = ("SDK", "gateway", "deployment")
+
+    def __init__(self, in_flight: int = IN_FLIGHT) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        model = make_model(Path(self._folder.name) / "model", "nano")
+        port, path = free_port(), str(Path(self._folder.name) / "deployment")
+        parts = [["--gateway", path, str(port), str(model)], ["--deployment", path]]
+        self._processes = [subprocess.Popen([sys.executable, __file__, *part]) for part in parts]
+        self._url = f"http://127.0.0.1:{port}"
+        self.sampler = DeploymentSampler(
+            self._url,
+            "accounts/me/deployments/d",
+            "x",
+            concurrency_controller=FixedConcurrencyController(in_flight),
+        )
+
+    def __enter__(self) -> Platform:
+        wait_for(f"{self._url}/healthz")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sampler.close()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait()
+        self._folder.cleanup()
+
+    def cpu_s(self) -> np.ndarray:
+        """CPU seconds so far, by ``names``."""
+        return np.array([time.process_time(), *(cpu_s(process.pid) for process in self._processes)])
+
+
+def load_table(in_flight: Sequence[int], samples: int) -> str:
+    """What so many completions at a time cost."""
+    lines = [
+        "| in flight | samples/s | p50 ms | p99 ms | "
+        + " | ".join(f"{name}, ms of CPU a sample" for name in Platform.names)
+        + " | full first |",
+        "|" + "---:|" * (4 + len(Platform.names)) + "---|",
+    ]
+    for most in in_flight:
+        with Platform(most) as platform:
+            asyncio.run(load(platform.sampler, max(8, samples // 10)))
+            before, begin_s = platform.cpu_s(), time.perf_counter()
+            seconds = asyncio.run(load(platform.sampler, samples))
+            taken_s = time.perf_counter() - begin_s
+            used = platform.cpu_s() - before
+        each = 1000 * used / samples
+        fullest = int(each.argmax())
+        lines.append(
+            f"| {most} | {samples / taken_s:.0f} | {1000 * statistics.median(seconds):.1f} "
+            f"| {1000 * float(np.percentile(seconds, 99)):.1f} | "
+            + " | ".join(f"{part:.2f}" for part in each)
+            + f" | {Platform.names[fullest]}, at {1000 / each[fullest]:.0f} samples/s |"
+        )
+    return "\n".join(lines)
+
+
+async def load(sampler: DeploymentSampler, samples: int) -> list[float]:
+    """The seconds that each of so many completions took."""
+    chance = random.Random(0)
+
+    async def sample(number: int) -> float:
+        prompt = [number, *TOKENS[1:LOAD_PROMPT_TOKENS]]
+        new_tokens = chance.randint(*LOAD_NEW_TOKENS)
+        (found,) = await sampler.sample_with_prompt_tokens(prompt, max_tokens=new_tokens)
+        assert found.completion_len == len(found.raw_logprobs or ()) == new_tokens
+        return found.sample_s
+
+    return await asyncio.gather(*map(sample, range(samples)))
 
 
 async def sample_all(sampler: DeploymentSampler, count: int, new_tokens: int) -> None:
@@ -185,7 +253,6 @@ def wait_for(url: str) -> None:
 
 def answer(new_tokens: int) -> bytes:
     """A completion's answer, as deployments give it to samplers."""
-    chance = random.Random(new_tokens)
     prompt = list(range(PROMPT_TOKENS))
     call = CompletionCall(
         model="m",
@@ -196,10 +263,23 @@ def answer(new_tokens: int) -> bytes:
         raw_output=True,
         perf_metrics_in_response=True,
     )
-    sequence = SampledSequence(
-        token_ids=[chance.randrange(VOCAB) for _ in range(new_tokens)],
-        logprobs=[-chance.expovariate(1.0) for _ in range(new_tokens)],
-        sampling_logprobs=[-chance.expovariate(1.0) for _ in range(new_tokens)],
+    sequence = sample_sequence(new_tokens)
+    return completion_response(
+        call,
+        [prompt],
+        [sequence],
+        model_name="m",
+        tokenizer=None,
+        metrics=perf_metrics([prompt], [sequence], 1.0),
+    ).dump()
+
+
+def sample_sequence(new_tokens: int) -> SampledSequence:
+    """What an engine answers with."""
+    return SampledSequence(
+        token_ids=TOKENS[:new_tokens],
+        logprobs=LOGPROBS[:new_tokens],
+        sampling_logprobs=LOGPROBS[new_tokens : 2 * new_tokens],
         prompt_logprobs=None,
         text="word " * new_tokens,
         finish_reason="stop",
@@ -212,14 +292,12 @@ def answer(new_tokens: int) -> bytes:
         cached_prompt_tokens=0,
         num_concurrent=1,
     )
-    return completion_response(
-        call,
-        [prompt],
-        [sequence],
-        model_name="m",
-        tokenizer=None,
-        metrics=perf_metrics([prompt], [sequence], 1.0),
-    ).dump()
+
+
+TOKENS: list[int] = np.random.default_rng(0).integers(0, VOCAB, 4096).tolist()
+LOGPROBS: list[float] = (
+    -np.random.default_rng(0).exponential(size=8192).astype(np.float32)
+).tolist()
 
 
 def datum(new_tokens: int) -> bytes:
@@ -246,19 +324,24 @@ def sync_costs() -> dict[str, float]:
     }
 
 
-async def scripted(scope: Any, receive: Any, send: Any) -> None:
-    """A deployment that has sampled already, as many tokens as it is asked for."""
-    assert scope["type"] == "http"
-    body = b""
-    while (message := await receive()).get("more_body"):
-        body += message["body"]
-    content = CANNED[orjson.loads(body + message["body"])["max_tokens"]]
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+class InstantBackend(InferenceBackend):
+    """Has sampled already, as many tokens as it is asked for."""
 
+    def __init__(self) -> None:
+        super().__init__(None, 2**20)
 
-CANNED: dict[int, bytes] = {}
+    def submit(self, request: SampleRequest) -> Future[SampledSequence]:
+        """The completion, at once."""
+        future: Future[SampledSequence] = Future()
+        future.set_result(sample_sequence(request.max_tokens))
+        return future
+
+    def hot_load(self, identity: str, fetch: Callable[[], Any], **_: Any) -> Future[ServingState]:
+        """Never asked."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class Scripted:
@@ -294,7 +377,9 @@ def serve_gateway(path: str, port: int, model: str) -> None:
     context = Context(launcher=launcher, catalog=read_catalog(), data_dir=Path(path).parent)
     plane = ControlPlane(Store(), context)
     plane.deployments.create("d", Deployment(base_model=model))
-    uvicorn.run(create_gateway(plane), host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.run(
+        create_gateway(plane), host="127.0.0.1", port=port, access_log=False, log_level="warning"
+    )
 
 
 def command() -> None:
@@ -302,13 +387,18 @@ def command() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deployment", help=argparse.SUPPRESS)
     parser.add_argument("--gateway", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--load", action="store_true", help="completions of a real size")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 512])
+    parser.add_argument("--samples", type=int, default=2000)
     asked = parser.parse_args()
     if asked.deployment:
-        CANNED.update({new_tokens: answer(new_tokens) for new_tokens in NEW_TOKENS})
-        uvicorn.run(scripted, uds=asked.deployment, lifespan="off", log_level="warning")
+        app = create_app(InstantBackend(), model_name="d", snapshots=MemorySnapshotStore())
+        uvicorn.run(app, uds=asked.deployment, access_log=False, log_level="warning")
     elif asked.gateway:
         path, port, model = asked.gateway
         serve_gateway(path, int(port), model)
+    elif asked.load:
+        sys.stdout.write(f"{heading()}\n{load_table(asked.in_flight, asked.samples)}\n")
     else:
         sys.stdout.write(orjson.dumps(measure(), option=orjson.OPT_INDENT_2).decode() + "\n")
 

@@ -70,7 +70,7 @@ def make_model(
     end = None if fixed_length else tokenizer.eos_token_id
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         rope_theta=10000.0,
         pad_token_id=tokenizer.pad_token_id,

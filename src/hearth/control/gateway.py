@@ -31,6 +31,7 @@ from hearth.errors import BusyError, HearthError, NotFoundError, RequestError, T
 from hearth.launch.spec import Endpoint
 from hearth.wire.asgi import CLIENT_HEADER, TOKEN_HEADER, App, Message, Receive, Scope, Send
 from hearth.wire.base import parse_json, show
+from hearth.wire.connections import KeptConnections
 from hearth.wire.http import error_response
 from hearth.wire.room import Room
 
@@ -318,11 +319,7 @@ class Gateway:
         known = self._clients.get(address)
         if known is not None:
             return known
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        if endpoint.socket is not None:
-            transport = httpx.AsyncHTTPTransport(uds=endpoint.socket, limits=limits)
-        else:
-            transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE)
+        transport = KeptConnections(endpoint.socket, _KEEPALIVE)
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         self._clients[address] = client = httpx.AsyncClient(transport=transport, timeout=timeout)
         for gone in [known for known in self._clients if known != address and self._is_gone(known)]:

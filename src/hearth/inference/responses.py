@@ -20,6 +20,7 @@ from hearth.wire.completions import (
     Usage,
 )
 from hearth.wire.routing import encode_routing
+from hearth.wire.tensors import pack_floats, pack_ids
 
 
 def completion_response(
@@ -176,11 +177,14 @@ def _raw(
     call: CompletionCall, prompt: list[int], completion: SampledSequence, arrays: bool
 ) -> RawOutput:
     tokens, own, sampling = _tokens_and_logprobs(call, prompt, completion)
+    is_packed = call.encoding == "base64"
+    ids = pack_ids if is_packed else list[int]
+    floats = pack_floats if is_packed else list[float | None]
     return RawOutput.model_construct(
-        completion_token_ids=tokens,
-        prompt_token_ids=prompt if is_text(call) else None,
-        logprobs=own if arrays else None,
-        sampling_logprobs=sampling if arrays else None,
+        completion_token_ids=ids(tokens),
+        prompt_token_ids=ids(prompt) if is_text(call) else None,
+        logprobs=floats(own) if arrays else None,
+        sampling_logprobs=floats(sampling) if arrays else None,
         versions=completion.versions,
         routing_matrices=_routing(call, prompt, completion) if arrays else None,
         prompt_routing_matrices=_prompt_routing(call, completion),

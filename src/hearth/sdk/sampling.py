@@ -174,6 +174,7 @@ class DeploymentSampler:
                 stop_token_ids=[token for token in stops if isinstance(token, int)] or None,
                 logprobs=True,
                 logprob_format="arrays",
+                encoding="base64",
                 raw_output=True,
                 perf_metrics_in_response=True,
             ).model_copy(update=options)
@@ -301,6 +302,7 @@ class DeploymentSampler:
             echo_last=last,
             logprobs=True,
             logprob_format="arrays",
+            encoding="base64",
             raw_output=True,
         )
         response = await SamplingRequest(target, _PATH, CompletionResponse).run(call.dump())

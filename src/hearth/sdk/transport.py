@@ -12,9 +12,11 @@ import math
 import random
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import orjson
@@ -32,6 +34,7 @@ from hearth.errors import (
     TransportError,
     UnreachableError,
 )
+from hearth.wire.connections import KeptConnections
 from hearth.wire.messages import HttpRequest, HttpResponse, call_app
 
 logger = logging.getLogger(__name__)
@@ -123,7 +126,7 @@ class Http:
         self._origin = parse_origin(base_url)
         self._headers = {"x-api-key": api_key, "authorization": f"Bearer {api_key}"}
         self._retries = retries or RetryPolicy()
-        self._client: httpx.AsyncClient | None = None
+        self._transport: httpx.AsyncBaseTransport | None = None
         self._closed = False
         self._has_answered = False
         self._mentioned_absence = False
@@ -238,25 +241,33 @@ class Http:
             return await call_app(app, request, url, headers)
         while True:
             try:
-                response = await self._open_client().request(
-                    request.method,
-                    url,
-                    content=request.body,
-                    params=request.params,
-                    headers=headers,
-                    timeout=request.timeout_s,
-                )
+                return await self._exchange(request, url, headers)
             except _UNREACHABLE as error:
                 if not request.waits or not self._may_wait(error):
                     raise
                 await asyncio.sleep(random.uniform(0.1, 1.0) * _LONGEST_AWAY_PAUSE_S)
                 if self._closed:
                     raise
-            else:
-                self._note_answer()
-                return HttpResponse(
-                    response.status_code, response.headers, response.content, request.method, url
-                )
+
+    async def _exchange(
+        self, request: HttpRequest, url: str, headers: Mapping[str, str]
+    ) -> HttpResponse:
+        """One request and its whole response; a client of httpx would cost as much again."""
+        sent = httpx.Request(
+            request.method,
+            url,
+            params=request.params,
+            headers=headers,
+            content=request.body,
+            extensions={"timeout": httpx.Timeout(request.timeout_s).as_dict()},
+        )
+        response = await self._open_transport().handle_async_request(sent)
+        try:
+            content = await response.aread()
+        finally:
+            await response.aclose()
+        self._note_answer()
+        return HttpResponse(response.status_code, response.headers, content, request.method, url)
 
     def _may_wait(self, error: Exception) -> bool:
         """Whether the platform, which cannot be reached, is waited for; says that it is."""
@@ -292,25 +303,33 @@ class Http:
         request = HttpRequest("POST", path, body, timeout_s=timeout_s, waits=True)
         return (await self.request(request)).content
 
-    def _open_client(self) -> httpx.AsyncClient:
-        if self._client is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx.AsyncClient(limits=limits)
+    def _open_transport(self) -> httpx.AsyncBaseTransport:
+        if self._transport is None:
+            self._transport = make_transport(self._origin)
             # Many programs never close their clients: close the connections with the object.
             loop = asyncio.get_running_loop()
-            weakref.finalize(self, _close_soon, self._client, loop).atexit = False
-        return self._client
+            weakref.finalize(self, _close_soon, self._transport, loop).atexit = False
+        return self._transport
 
     async def close(self) -> None:
         """Refuse further requests and close the connections."""
         self._closed = True
-        if self._client is not None:
-            await self._client.aclose()
+        if self._transport is not None:
+            await self._transport.aclose()
 
 
-def _close_soon(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+def make_transport(origin: str) -> httpx.AsyncBaseTransport:
+    """The way to one server, through a proxy where the environment says so."""
+    parts, proxies = urlsplit(origin), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy is None or proxy_bypass(parts.hostname or ""):
+        return KeptConnections()
+    return httpx.AsyncHTTPTransport(proxy=proxy, limits=httpx.Limits(max_connections=None))
+
+
+def _close_soon(transport: httpx.AsyncBaseTransport, loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
-        asyncio.run_coroutine_threadsafe(client.aclose(), loop)
+        asyncio.run_coroutine_threadsafe(transport.aclose(), loop)
 
 
 def raise_for_status(response: HttpResponse) -> HttpResponse:

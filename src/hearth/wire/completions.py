@@ -6,15 +6,41 @@ Two logprobs of each sampled token: ``logprob`` under the model itself (before t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+    model_serializer,
+)
 
 from hearth.wire.base import FiniteRecord, Record
+from hearth.wire.tensors import Encoding, unpack_floats, unpack_ids
 
 FinishReason = Literal["stop", "length"]
 RunningRequests = Literal["drain", "keep"]
 """What new weights mean for requests that run; see ``HotLoadRequest``."""
+
+
+def _read_packed(unpack: Callable[[str], list[Any]]) -> WrapValidator:
+    def read(value: object, read_list: ValidatorFunctionWrapHandler) -> list[Any]:
+        return unpack(value) if isinstance(value, str) else read_list(value)
+
+    return WrapValidator(read)
+
+
+def _keep_packed(value: object, write_list: SerializerFunctionWrapHandler) -> object:
+    return value if isinstance(value, str) else write_list(value)
+
+
+Ids = Annotated[list[int], _read_packed(unpack_ids), WrapSerializer(_keep_packed)]
+"""Token ids; base64 of them is read as well, and a text is written as it is."""
+Logprobs = Annotated[list[float | None], _read_packed(unpack_floats), WrapSerializer(_keep_packed)]
+"""The same of numbers."""
 
 
 class StreamOptions(Record):
@@ -59,16 +85,18 @@ class CompletionFields(SamplingFields):
 
     ``max_tokens`` 0 with ``echo`` scores the prompt. ``logprobs`` as a number is OpenAI's: that
     many of the most probable tokens. ``logprob_format="arrays"`` puts logprobs into ``raw_output``
-    as plain lists and leaves the per-token objects out. ``prompt_cache_max_len`` is taken and
-    changes nothing: a prompt from the cache has the numbers of a fresh one.
-    ``include_prompt_routing`` adds the experts of the prompt's own tokens to ``raw_output``, which
-    ``echo`` would do at the price of the prompt's ids and text.
+    as plain lists and leaves the per-token objects out. ``encoding="base64"`` makes the lists of
+    ids and logprobs in ``raw_output`` texts: base64 of little-endian int32 and float32, NaN for
+    null. ``prompt_cache_max_len`` is taken and changes nothing: a prompt from the cache has the
+    numbers of a fresh one. ``include_prompt_routing`` adds the experts of the prompt's own tokens
+    to ``raw_output``, which ``echo`` would do at the price of the prompt's ids and text.
     """
 
     max_tokens: int = 16
     echo: bool = False
     logprobs: bool | int | None = None
     logprob_format: Literal["objects", "arrays"] = "objects"
+    encoding: Encoding = "list"
     prompt_cache_max_len: int | None = None
     include_prompt_routing: bool = False
 
@@ -148,10 +176,10 @@ class RawOutput(Record):
     the completion.
     """
 
-    completion_token_ids: list[int]
-    prompt_token_ids: list[int] | None = None
-    logprobs: list[float | None] | None = None
-    sampling_logprobs: list[float | None] | None = None
+    completion_token_ids: Ids
+    prompt_token_ids: Ids | None = None
+    logprobs: Logprobs | None = None
+    sampling_logprobs: Logprobs | None = None
     versions: list[list[int]] | None = None
     routing_matrices: list[str] | None = None
     prompt_routing_matrices: list[str] | None = None

@@ -114,6 +114,38 @@ class TensorRecord(Record):
         return cast("NDArray[np.float32]", dense)
 
 
+def pack_ids(ids: Sequence[int]) -> str:
+    """Base64 of little-endian int32."""
+    return base64.b64encode(np.array(ids, "<i4").tobytes()).decode("ascii")
+
+
+def pack_floats(values: Sequence[float | None]) -> str:
+    """Base64 of little-endian float32; None is NaN."""
+    return base64.b64encode(np.array(values, "<f4").tobytes()).decode("ascii")
+
+
+def unpack_ids(text: str) -> list[int]:
+    """The ids of ``pack_ids``.
+
+    Raises:
+        ValueError: the text is no base64 of them.
+    """
+    return np.frombuffer(base64.b64decode(text, validate=True), "<i4").tolist()
+
+
+def unpack_floats(text: str) -> list[float | None]:
+    """The values of ``pack_floats``.
+
+    Raises:
+        ValueError: the text is no base64 of them.
+    """
+    values = np.frombuffer(base64.b64decode(text, validate=True), "<f4")
+    floats: list[float | None] = values.tolist()
+    for place in np.flatnonzero(np.isnan(values)).tolist():
+        floats[place] = None
+    return floats
+
+
 def encode(
     values: NDArray[np.generic] | Sequence[float] | Sequence[int],
     dtype: DType,

@@ -10,7 +10,7 @@ from hearth.inference.service import create_app
 from hearth.models.lora import LoraOptions
 from hearth.sdk.sampling import completion_seed
 from hearth.sync.store import MemorySnapshotStore
-from hearth.wire.completions import CompletionResponse
+from hearth.wire.completions import CompletionResponse, RawOutput
 from hearth.wire.openapi import DEPLOYMENT_ROUTES
 
 PATH = "/inference/v1/completions"
@@ -110,6 +110,21 @@ async def test_echoed_arrays_begin_with_the_prompt(site, sampled):
     assert raw["logprobs"] == [*sampled.prompt_logprobs, *sampled.logprobs]
     assert raw["logprobs"][0] is None
     assert raw["sampling_logprobs"] == [None, None, None, *sampled.sampling_logprobs]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_base64_has_the_ids_and_logprobs_of_the_lists_bit_for_bit(site, echo):
+    asked = {"logprobs": True, "logprob_format": "arrays", "echo": echo, "seed": 1}
+
+    plain, packed = [
+        (await site.complete(encoding=encoding, **asked))["choices"][0]["raw_output"]
+        for encoding in ("list", "base64")
+    ]
+
+    names = ("completion_token_ids", "logprobs", "sampling_logprobs")
+    assert all(isinstance(packed[name], str) for name in names)
+    assert len(plain["logprobs"]) == 8 + 3 * echo
+    assert RawOutput.from_dict(packed).as_dict() == RawOutput.from_dict(plain).as_dict() == plain
 
 
 async def test_echoed_objects_have_a_number_in_every_row_for_the_official_client(site, sampled):

@@ -2,6 +2,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 
+import httpx
 import pytest
 from tests.listening import AppListener
 from tests.waiting import wait_until
@@ -10,8 +11,9 @@ from hearth.errors import ClosedError, ConfigError, NotFoundError, RequestError,
 from hearth.sdk import FixedConcurrencyController, transport
 from hearth.sdk.background import start
 from hearth.sdk.resources import ControlPlaneClient
-from hearth.sdk.transport import Http, RetryPolicy, mount, parse_origin, unmount
+from hearth.sdk.transport import Http, RetryPolicy, make_transport, mount, parse_origin, unmount
 from hearth.wire.base import Record
+from hearth.wire.connections import KeptConnections
 from hearth.wire.messages import HttpRequest
 
 FAST = RetryPolicy(attempts=4, base_s=0.001, longest_s=0.002)
@@ -269,3 +271,14 @@ def test_an_answer_that_breaks_off_is_asked_for_again_and_a_whole_one_counts(mom
 
     assert found == b'{"ok": true}'
     assert len(peer.seen) == 1
+
+
+def test_a_proxy_of_the_environment_is_asked_where_it_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    assert isinstance(make_transport("http://platform:8000"), httpx.AsyncHTTPTransport)
+    assert isinstance(make_transport("http://127.0.0.1:8000"), KeptConnections)
+    assert isinstance(make_transport("https://platform"), KeptConnections)

@@ -3,9 +3,10 @@ import pytest
 
 from hearth.errors import ForwardOnlyError, NotFoundError, RequestError
 from hearth.wire.chat import ChatRequest
-from hearth.wire.completions import CompletionRequest
+from hearth.wire.completions import CompletionRequest, RawOutput
 from hearth.wire.fireworks import TrainerJob, TrainingConfig
 from hearth.wire.http import describe_failure, error_body, error_status
+from hearth.wire.tensors import pack_floats
 from hearth.wire.tinker import CreateModel, CreateSession, ForwardBackward, OptimStep
 from hearth.wire.tinker_requests import CreateSessionRequest
 
@@ -128,3 +129,15 @@ def test_errors_carry_status_code_and_category():
     )
     assert describe_failure(ForwardOnlyError("frozen")).category == "user"
     assert describe_failure(KeyError("x")).category == "server"
+
+
+@pytest.mark.parametrize("text", ["AAA", "AAAAAAA=", "no base64"])
+def test_ids_that_are_no_base64_of_int32_are_refused(text):
+    with pytest.raises(RequestError, match="completion_token_ids must be valid"):
+        RawOutput.from_dict({"completion_token_ids": text})
+
+
+def test_packed_logprobs_have_nothing_where_lists_have_null():
+    raw = RawOutput.from_dict({"completion_token_ids": [1], "logprobs": pack_floats([None, -0.5])})
+
+    assert raw.logprobs == [None, -0.5]

@@ -21,6 +21,7 @@ from hearth.errors import EngineError, RequestError
 from hearth.inference.vllm.plugin.entry import UNCHANGED
 from hearth.inference.vllm.server import BASE_NAME
 from hearth.wire.asgi import TOKEN_HEADER
+from hearth.wire.connections import KeptConnections
 
 _BROKEN_LOGPROB = -9999.0
 """What vLLM returns in place of a logprob that is not a number."""
@@ -79,7 +80,7 @@ class VllmClient:
             headers={TOKEN_HEADER.decode(): token},
             timeout=_UNLIMITED,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            transport=KeptConnections(),
         )
         self.identity: str | None = None
         """Snapshot of its whole weights; None is the model's own."""
