@@ -192,7 +192,7 @@ async def follow_sampled(teacher: DeploymentSampler, sample: TrainSample) -> Tra
     """The sample with an advantage for each sampled token: the teacher's logprob less its own."""
     rollout, count = sample.rollout, sample.rollout.completion_len
     (told,) = await teacher.score_token_ids([rollout.tokens], last=count)
-    own = sample.behavior_logprobs[-count:]
+    own = sample.behavior_logprobs[-count:].tolist()
     gaps = [theirs - mine for theirs, mine in zip(told, own, strict=True)]
     return replace(sample, advantage=[0.0] * (len(rollout.tokens) - 1 - count) + gaps)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import tinker
 import torch
+from numpy.typing import NDArray
 
 from hearth.errors import ConfigError
 from hearth.sdk import RoutedModelInput, SampledCompletion
@@ -32,8 +33,8 @@ def datum_from_tokens_weights(
     Raises:
         ConfigError: the lists differ in length, or fewer than 2 tokens remain.
     """
-    ids = np.asarray(_to_list(tokens), dtype=np.int64)
-    values = np.asarray(_to_list(weights), dtype=np.float32)
+    ids = np.asarray(_to_cpu(tokens), dtype=np.int64)
+    values = np.asarray(_to_cpu(weights), dtype=np.float32)
     if len(ids) != len(values):
         raise ConfigError(
             f"weights must have one entry per token, got {len(values)} for {len(ids)}"
@@ -164,5 +165,5 @@ def align_routing(
     return texts if with_prompt else blank + texts[len(blank) :]
 
 
-def _to_list(values: Sequence[float] | torch.Tensor) -> Sequence[float]:
-    return values.tolist() if isinstance(values, torch.Tensor) else values
+def _to_cpu(values: Sequence[float] | torch.Tensor) -> Sequence[float] | NDArray[np.float64]:
+    return values.detach().cpu().double().numpy() if isinstance(values, torch.Tensor) else values

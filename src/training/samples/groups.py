@@ -7,8 +7,10 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import tinker
 import torch
 from torch import Tensor
@@ -38,7 +40,8 @@ class TrainSample:
     datum: tinker.Datum
     advantage: float | Sequence[float]
     """What every sampled token earned, or target-aligned values of what each did."""
-    behavior_logprobs: Sequence[float]
+    behavior_logprobs: Tensor
+    """The sampler's, 0 where it sampled nothing; float64."""
     rollout: RolloutSample
     old_logprobs: Sequence[float] | None = None
     ref_logprobs: Sequence[float] | None = None
@@ -58,7 +61,8 @@ class TrainSample:
         Raises:
             ConfigError: the experts that are to be replayed are not one per token.
         """
-        pairs = zip(rollout.logprobs[1:], rollout.loss_mask[1:], strict=True)
+        logprobs = torch.from_numpy(np.array(rollout.logprobs, np.float64))
+        mask = _read_mask(rollout)
         routing = None
         if replay != "none" and rollout.routing_matrices is not None:
             routing = align_routing(
@@ -68,16 +72,16 @@ class TrainSample:
                 with_prompt=replay == "all",
             )
         return cls(
-            datum=datum_from_tokens_weights(rollout.tokens, rollout.loss_mask, routing=routing),
+            datum=datum_from_tokens_weights(rollout.tokens, mask, routing=routing),
             advantage=advantage,
-            behavior_logprobs=[logprob if is_sampled else 0.0 for logprob, is_sampled in pairs],
+            behavior_logprobs=torch.where(mask != 0, logprobs, 0.0)[1:],
             rollout=rollout,
         )
 
-    @property
+    @cached_property
     def mask(self) -> Tensor:
         """1 on targets that the policy sampled; float32 [N - 1]."""
-        return torch.tensor(self.rollout.loss_mask[1:], dtype=torch.float32)
+        return _read_mask(self.rollout)[1:]
 
     @property
     def is_effective(self) -> bool:
@@ -93,6 +97,11 @@ class TrainSample:
         return tinker.Datum(
             model_input=routed.without_routing(), loss_fn_inputs=self.datum.loss_fn_inputs
         )
+
+
+def _read_mask(rollout: RolloutSample) -> Tensor:
+    """1 on tokens that the policy sampled; float32 [N]."""
+    return torch.from_numpy(np.frombuffer(bytes(rollout.loss_mask), np.uint8).astype(np.float32))
 
 
 def to_datums(
@@ -335,7 +344,7 @@ def entropy_estimate(groups: Iterable[PromptGroup]) -> float:
     """Entropy in nats per token, estimated by the mean of minus the behavior logprob."""
     total, count = 0.0, 0
     for sample in (sample for group in groups for sample in group.flat()):
-        total -= math.fsum(sample.behavior_logprobs)
+        total -= math.fsum(sample.behavior_logprobs.tolist())
         count += sample.rollout.completion_len
     return total / count if count else 0.0
 

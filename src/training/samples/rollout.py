@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+
+import numpy as np
 
 from hearth.errors import ConfigError
 from hearth.losses.batch import LOGPROB_TOLERANCE
@@ -226,9 +229,9 @@ def check_sample(sample: object, where: str) -> RolloutSample:
         )
     if lengths[0] < 2:
         raise ConfigError(f"{where}: tokens must hold at least 2 ids, got {tokens}")
-    _check_tokens(tokens, where)
-    _check_mask(mask, where)
-    _check_logprobs(logprobs, where)
+    tokens = _read_tokens(tokens, where)
+    mask = _read_mask(mask, where)
+    logprobs = _read_logprobs(logprobs, where)
     reward = _plain(sample.reward)
     if not _is_finite(reward):
         raise ConfigError(
@@ -243,8 +246,8 @@ def check_sample(sample: object, where: str) -> RolloutSample:
     return replace(
         sample,
         tokens=tokens,
-        logprobs=list(map(float, logprobs)),
-        loss_mask=list(map(int, mask)),
+        logprobs=logprobs,
+        loss_mask=mask,
         reward=float(reward),
         versions=versions,
         parsed=parsed,
@@ -262,45 +265,53 @@ def _to_list(name: str, values: object, where: str) -> list[Any]:
     listed = _plain(values)
     if not isinstance(listed, list | tuple):
         raise ConfigError(f"{where}: {name} must be a list, got {str(values)[:80]}")
-    items = cast("Sequence[Any]", listed)
-    return list(items) if _are_numbers(items) else [_plain(item) for item in items]
+    return list(cast("Sequence[Any]", listed))
 
 
-def _are_numbers(values: Sequence[object]) -> bool:
-    """Whether all are plain numbers. A set's own loop: there are many of them."""
-    return {bool, int, float}.issuperset(map(type, values))
-
-
-def _check_tokens(tokens: Sequence[Any], where: str) -> None:
-    if {int}.issuperset(map(type, tokens)) and min(tokens) >= 0:
-        return
+# Samples have thousands of tokens, so each list is read by a loop in C first, and looked at one by
+# one only to say what is wrong with it.
+def _read_tokens(given: list[Any], where: str) -> list[int]:
+    if not {int}.issuperset(map(type, given)):
+        given = [_plain(value) for value in given]
+    elif min(given) >= 0:
+        return given
     wrong = {
         place: value
-        for place, value in enumerate(tokens)
+        for place, value in enumerate(given)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0
     }
     if wrong:
         raise ConfigError(f"{where}: tokens must be integers >= 0, got {_first(wrong)}")
+    return given
 
 
-def _check_mask(mask: Sequence[object], where: str) -> None:
-    if not (_are_numbers(mask) and {0, 1}.issuperset(mask)):
-        wrong = {place: value for place, value in enumerate(mask) if value not in (0, 1)}
+def _read_mask(given: list[Any], where: str) -> list[int]:
+    try:
+        flags: Sequence[Any] = bytes(given)
+    except (TypeError, ValueError):
+        flags = [_plain(value) for value in given]
+    if flags.count(0) + flags.count(1) < len(flags):
+        wrong = {place: flag for place, flag in enumerate(flags) if flag not in (0, 1)}
         raise ConfigError(f"{where}: loss_mask must be 0 or 1 everywhere, got {_first(wrong)}")
-    if mask[0] == 1:
+    if flags[0] == 1:
         raise ConfigError(
             f"{where}: loss_mask must be 0 at index 0, got 1: nothing stands before the first "
             "token that could predict it"
         )
+    return list(flags) if isinstance(flags, bytes) else list(map(int, flags))
 
 
-def _check_logprobs(logprobs: Sequence[Any], where: str) -> None:
-    are_finite = _are_numbers(logprobs) and all(map(math.isfinite, logprobs))
-    if are_finite and max(logprobs) <= LOGPROB_TOLERANCE:
-        return
+def _read_logprobs(given: list[Any], where: str) -> list[float]:
+    try:
+        values = np.frombuffer(array("d", given))
+    except (TypeError, OverflowError):
+        given = [_plain(value) for value in given]
+    else:
+        if np.isfinite(values).all() and values.max() <= LOGPROB_TOLERANCE:
+            return values.tolist()
     wrong = {
         place: value
-        for place, value in enumerate(logprobs)
+        for place, value in enumerate(map(_plain, given))
         if not _is_finite(value) or value > LOGPROB_TOLERANCE
     }
     if wrong:
@@ -308,6 +319,7 @@ def _check_logprobs(logprobs: Sequence[Any], where: str) -> None:
             f"{where}: logprobs must be finite and <= 0, got {_first(wrong)}: 0.0 stands where "
             "nothing was sampled"
         )
+    return list(map(float, given))
 
 
 def _check_versions(
@@ -315,7 +327,7 @@ def _check_versions(
 ) -> list[list[int]] | None:
     if versions is None:
         return None
-    pairs = _to_list("versions", versions, where)
+    pairs = [_plain(pair) for pair in _to_list("versions", versions, where)]
     if not all(map(_is_pair, pairs)) or sum(count for _, count in pairs) != num_sampled:
         raise ConfigError(
             f"{where}: versions must be pairs [weight version, tokens] that cover the "

@@ -43,10 +43,11 @@ class BuiltinLoss:
         for sample, weight in zip(samples, weights, strict=True):
             old = sample.behavior_logprobs if self.ratio_to_sampler else sample.old_logprobs
             assert old is not None, "the built-in losses need old logprobs"
+            old = torch.as_tensor(old, dtype=torch.float32)
             advantages = torch.as_tensor(sample.advantage) * weight * sample.mask
             inputs = {
                 "target_tokens": sample.datum.loss_fn_inputs["target_tokens"],
-                "logprobs": tinker.TensorData(data=list(old), dtype="float32"),
+                "logprobs": tinker.TensorData.from_torch(old),
                 "advantages": tinker.TensorData.from_torch(advantages.float()),
                 "weights": sample.datum.loss_fn_inputs["weights"],
             }
@@ -65,7 +66,7 @@ def _tis_weights(tis: TIS | None, samples: Sequence[TrainSample]) -> list[torch.
         advantages=[0.0] * len(samples),
         mask=masks,
         old_logprobs=old,
-        behavior_logprobs=[torch.tensor(sample.behavior_logprobs) for sample in samples],
+        behavior_logprobs=[sample.behavior_logprobs.float() for sample in samples],
     )
     return list(tis.weights(batch).split([mask.numel() for mask in masks]))
 

@@ -40,10 +40,7 @@ def logprob_gaps(
     scored, behavior, is_sampled = (
         np.concatenate([np.asarray(rows, dtype=np.float64) for rows in column])
         for column in zip(
-            *(
-                (rows, sample.behavior_logprobs, sample.rollout.loss_mask[1:])
-                for sample, rows in compared
-            ),
+            *((rows, sample.behavior_logprobs, sample.mask) for sample, rows in compared),
             strict=True,
         )
     )

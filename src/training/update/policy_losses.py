@@ -305,11 +305,11 @@ def _response_metrics(masks: Sequence[Tensor], starts: Sequence[int | None]) -> 
     """
     total, active = 0, 0
     for mask, start in zip(masks, starts, strict=True):
-        is_active: list[bool] = mask.bool().tolist()
-        active += sum(is_active)
+        places = mask.nonzero()
+        active += len(places)
         if start is None:
-            start = is_active.index(True) if True in is_active else len(is_active)
-        total += max(0, len(is_active) - start)
+            start = int(places[0]) if len(places) else len(mask)
+        total += max(0, len(mask) - start)
     return {"total_resp_tokens": float(total), "mask_ratio": active / max(1, total)}
 
 

@@ -2,7 +2,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 from tests.unit.training.trial_rollouts import group_from, group_of, row_of, sample_of
 
 from hearth.errors import ConfigError
@@ -35,7 +34,7 @@ def weights(sample: TrainSample) -> list[float]:
 
 def gradients(sample: TrainSample) -> list[float]:
     """Of the policy loss, for each target token."""
-    rows = torch.tensor(list(sample.behavior_logprobs)) - 0.05
+    rows = sample.behavior_logprobs.float() - 0.05
     policy = rows.clone().requires_grad_()
     loss_fn = make_policy_loss_fn(
         "importance_sampling",
@@ -56,7 +55,7 @@ def test_t143_positions_that_were_not_sampled_have_weight_0_and_logprob_0():
     assert sample.datum.model_input.to_ints() == [5, 6, 7, 8]
     assert list(sample.datum.loss_fn_inputs["target_tokens"].data) == [6, 7, 8, 9]
     assert weights(sample) == [0.0, 1.0, 1.0, 1.0]
-    assert sample.behavior_logprobs == [0.0, -0.5, -0.5, -0.5]
+    assert sample.behavior_logprobs.tolist() == [0.0, -0.5, -0.5, -0.5]
     assert sample.old_logprobs is sample.ref_logprobs is None
 
 
@@ -64,7 +63,7 @@ def test_t143_a_logprob_beside_the_sampled_tokens_does_not_reach_the_loss():
     # An echo has logprobs of the prompt as well: nobody sampled those.
     echoed = sample_of(length=1, logprobs=[0.0, -3.0, -0.5])
 
-    assert TrainSample.from_rollout(echoed, 1.0).behavior_logprobs == [0.0, -0.5]
+    assert TrainSample.from_rollout(echoed, 1.0).behavior_logprobs.tolist() == [0.0, -0.5]
 
 
 def test_t145_both_assistant_spans_train_and_the_tool_span_does_not():
@@ -72,7 +71,7 @@ def test_t145_both_assistant_spans_train_and_the_tool_span_does_not():
 
     assert list(sample.datum.loss_fn_inputs["target_tokens"].data) == [12, 13, 14, 15, 16, 17]
     assert weights(sample) == [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
-    assert sample.behavior_logprobs == [0.0, -0.1, -0.2, 0.0, 0.0, -0.3]
+    assert sample.behavior_logprobs.tolist() == [0.0, -0.1, -0.2, 0.0, 0.0, -0.3]
     trained = [gradient != 0.0 for gradient in gradients(sample)]
     assert trained == [False, True, True, False, False, True]
 
