@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,14 @@ def load_model(
     dtype: str = "float32",
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
+    shard: Callable[[nn.Module], None] | None = None,
 ) -> LoadedModel:
     """Load any causal LM that transformers knows, from a folder or a hub id.
 
     ``name`` defaults to the source. Attention is SDPA where the architecture has it.
     The weights require gradients until a caller freezes them.
+    ``shard`` is called with the module before it has weights (they are on the meta device), to make
+    DTensors of them: only this rank's parts are then read, into the host's memory.
 
     Raises:
         ConfigError: the folder does not exist, the hub does not answer, the architecture is
@@ -126,11 +129,13 @@ def load_model(
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     target = _check_device(device)
     with loading_lock, _hide_progress_bars(), _convert_errors(where, target):
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            _resolve_source(where),
-            dtype=DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
+        folder = _resolve_source(where)
+        maker: Any = transformers.AutoModelForCausalLM
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if shard is not None:
+            maker, options = _shard_when_made(folder, shard, options)
+        loaded: Any = maker.from_pretrained(
+            folder, dtype=DTYPES[dtype], output_loading_info=True, **options
         )
         module, report = loaded
         if report["missing_keys"]:
@@ -139,7 +144,10 @@ def load_model(
                 f"base_model must hold every weight of its architecture, got {where!r} without "
                 f"{missing[:4]} ({len(missing)} in all)"
             )
-        module = module.to(target).eval()
+        module = module.eval() if shard is not None else module.to(target).eval()
+    if shard is not None:
+        # Its own class again.
+        module.__class__ = maker.__base__
     config = module.config.get_text_config()
     return LoadedModel(
         module=module,
@@ -151,6 +159,29 @@ def load_model(
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         max_position=int(getattr(config, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
     )
+
+
+def _shard_when_made(
+    folder: str, shard: Callable[[nn.Module], None], options: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The model's class with ``shard`` at the end of its constructor, and what to load it with.
+
+    transformers makes the module on the meta device, then reads of each DTensor this rank's part.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    with torch.device("meta"):
+        made: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
+    kind: Any = type(made)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        with torch.device("cpu"):
+            shard(self)
+
+    own = {"__init__": init, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), own), {"config": made.config}
 
 
 def share_weights(loaded: LoadedModel) -> LoadedModel:

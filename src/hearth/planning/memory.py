@@ -34,8 +34,6 @@ SERVING_FIXED = GIB // 2
 """Estimate: memory of recorded steps and libraries on a deployment's GPU."""
 CHANGED_SHARES = ((1e-6, 0.03), (1e-5, 0.2))
 """Of a bfloat16 model's elements, by learning rate: measured, at 1e-5 from 0.16 to 0.23."""
-READS_PARTS = False
-"""Whether a rank of several reads its own part of the weights alone when it starts."""
 MOMENT_BLOCK = 256
 """Moments of eight bits that share a scale in float32."""
 FEWEST_CACHE_SLOTS = 16
@@ -446,12 +444,8 @@ def host_bytes(
 def start_bytes(model: Architecture, setting: TrainerSetting) -> int:
     """What a rank has in the host's memory while it starts, and its reference's rank with it.
 
-    A rank of several that reads the whole model makes all of it float32 if that is trained.
+    Each reads its part of the weights, and moves one after another to its GPU, where trained ones
+    become float32.
     """
-    read = ITEMSIZE[setting.dtype] * model.parameters
-    trained = read
-    if setting.ranks > 1 and READS_PARTS:
-        read = trained = _share(read, setting.ranks)
-    elif setting.ranks > 1 and setting.lora_rank is None:
-        trained = 4 * model.parameters
-    return trained + (read if setting.has_reference and setting.lora_rank is None else 0)
+    read = _share(ITEMSIZE[setting.dtype] * model.parameters, setting.ranks)
+    return read + reference_share(model, setting)

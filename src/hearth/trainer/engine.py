@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hearth.errors import ClosedError, ConfigError, NumericsError, RequestError
 from hearth.losses import BuiltinObjective, builtin_objective
@@ -442,6 +442,10 @@ class TrainerEngine:
 
     def load_base(self) -> LoadedModel:
         """A new copy of the base weights."""
+        return self.read_base()
+
+    def read_base(self, shard: Callable[[nn.Module], None] | None = None) -> LoadedModel:
+        """Read the base weights; ``shard`` is of ``load_model``."""
         options = self.options
         return load_model(
             self.source,
@@ -449,6 +453,7 @@ class TrainerEngine:
             dtype=options.dtype,
             device=options.device,
             trust_remote_code=options.trust_remote_code,
+            shard=shard,
         )
 
     def wrap_operation(

@@ -101,7 +101,7 @@ class Residents:
         self._process = secrets.token_hex(4)
         self._base: LoadedModel | None = load()
         # Refuses a model that cannot be scored when the trainer starts.
-        self.routing = TargetScorer(self._base, options).routing
+        self.routing = self._make_scorer(self._base).routing
         """The model's routers, layers and experts; None for a dense model."""
 
     def get(self, model_id: str) -> Resident:

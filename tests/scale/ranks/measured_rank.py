@@ -54,12 +54,6 @@ class MeasuredEngine(RankEngine):
 
     notes: dict[str, int]
     before: int
-    start: Peak
-
-    def create_model(self, *args: Any, **kwargs: Any) -> str:
-        model_id = super().create_model(*args, **kwargs)
-        self.notes["start"] = self.start.read()
-        return model_id
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         peak = Peak(self.before)
@@ -123,7 +117,6 @@ def main() -> None:
 
     before = read_status("VmRSS")
     MeasuredEngine.notes, MeasuredEngine.before = {}, before
-    MeasuredEngine.start = Peak(before)
     options = TrainerWorkerOptions(**asked["options"])
     engine = MeasuredEngine(options, group, logging.error, memory=asked["memory"])
     if int(rank) == 0:

@@ -263,6 +263,21 @@ def test_what_is_offloaded_is_the_hosts() -> None:
     assert kept - published == 4 * freed
 
 
+def test_at_the_start_the_ranks_of_a_machine_read_the_model_once_and_the_reference_once() -> None:
+    def start(setting: TrainerSetting, ranks: int) -> int:
+        machine = Machine(ranks, 0)
+        return host_bytes(QWEN_8B, setting, ReplicaSetting(), machine, learning_rate=1e-5)["start"]
+
+    alone, four = TrainerSetting(), TrainerSetting(ranks=4)
+    adapter = TrainerSetting(ranks=4, lora_rank=16, has_reference=True)
+    whole = 2 * QWEN_8B.parameters
+    assert start(alone, 1) == whole
+    # Rounded up, on each rank.
+    assert start(four, 4) == start(adapter, 4) == pytest.approx(whole, abs=4)
+    assert start(replace(four, has_reference=True), 4) == 2 * start(four, 4)
+    assert start(four, 2) == start(four, 4) // 2
+
+
 def test_a_sync_holds_weights_twice_over_all_ranks_and_twice_for_all_replicas_there() -> None:
     setting, rate = TrainerSetting(ranks=4), 1e-6
     whole, delta = 2 * QWEN_8B.parameters, delta_bytes(QWEN_8B, setting, rate)

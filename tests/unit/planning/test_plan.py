@@ -331,11 +331,11 @@ def test_the_hosts_memory_is_compared_where_it_is_known() -> None:
 
     unknown = make_plan(request)
     enough = make_plan(replace(request, host_memory_gib=1024))
-    short = make_plan(replace(request, host_memory_gib=50))
+    short = make_plan(replace(request, host_memory_gib=16))
 
     assert unknown.host_shortage == enough.host_shortage == {}
     assert unknown.host_bytes == short.host_bytes
-    assert short.host_shortage == {when: size - 50 * GIB for when, size in short.host_bytes.items()}
+    assert short.host_shortage == {when: size - 16 * GIB for when, size in short.host_bytes.items()}
 
 
 @pytest.mark.parametrize(("gib", "is_whole"), [(80, False), (400, True)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hearth.errors import HearthError
-from hearth.models.loading import LoadedModel, base_tensors
+from hearth.models.loading import DTYPES, LoadedModel, base_tensors
 from hearth.models.lora import merge_tensors
-from hearth.models.parallel import gather_tensors
+from hearth.models.parallel import ShardedModel, Sharding, gather_tensors, return_freed_memory
 from hearth.sync.store import FolderSnapshotStore
 from hearth.trainer.checkpoint import (
     DATA,
@@ -70,7 +69,8 @@ class RankEngine(TrainerEngine):
         self._memory = group.find_memory() if memory is None else memory
         self._offload = options.offload_optimizer
         self._on_broken = on_broken
-        super().__init__(**options.engine_arguments())
+        with return_freed_memory():
+            super().__init__(**options.engine_arguments())
 
     @contextlib.contextmanager
     def wrap_operation(
@@ -119,12 +119,26 @@ class RankEngine(TrainerEngine):
         if len(set(outcomes)) > 1:
             self._on_broken(f"{operation} must have the same outcome on all ranks, got {outcomes}")
 
+    def load_base(self) -> ShardedModel:
+        """This rank's part of the base weights, frozen; all ranks load theirs at the same time."""
+        return self._load_parts(is_trained=False)
+
+    def _load_parts(self, *, is_trained: bool) -> ShardedModel:
+        sharding = Sharding(
+            self._group.mesh,
+            self._group.device,
+            DTYPES[self.options.dtype],
+            is_trained=is_trained,
+            offload=self._offload,
+        )
+        return sharding.load(self.read_base)
+
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
         return RankResidents(
             load,
+            lambda: self._load_parts(is_trained=True),
             self.options,
             self._group,
-            process=self._group.run_on_first(lambda: secrets.token_hex(4)),
             memory=self._memory,
             offload=self._offload,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hearth.errors import ConfigError
-from hearth.models.loading import LoadedModel
-from hearth.models.parallel import ShardedModel, local_parts, shard
+from hearth.models.loading import LoadedModel, LoraOptions
+from hearth.models.parallel import ShardedModel, local_parts, return_freed_memory
 from hearth.planning.gradients import fits_whole_gradient
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
@@ -37,25 +38,37 @@ _TRAINED_COPIES = 4
 class RankResidents(Residents):
     """The models of one rank; all ranks add and remove the same ones in the same order.
 
-    ``process`` makes model ids differ from those before a restart, and ``memory`` are the bytes
-    that a rank may take; both are the same on all ranks.
+    ``load`` and ``load_trained`` load the base weights, frozen or to be trained. ``memory`` are the
+    bytes that a rank may take, the same on all ranks.
     """
 
     def __init__(
         self,
         load: Callable[[], LoadedModel],
+        load_trained: Callable[[], ShardedModel],
         options: TrainerOptions,
         group: RankGroup,
         *,
-        process: str,
         memory: int,
         offload: bool,
     ) -> None:
-        super().__init__(load, options)
-        self._process = process
+        self._load_trained = load_trained
         self._memory = memory
         self._group = group
         self._offload = offload
+        super().__init__(load, options)
+        # Makes model ids differ from those before a restart; all ranks give the same ids.
+        self._process = group.run_on_first(lambda: secrets.token_hex(4))
+
+    def add_policy(self, lora: LoraOptions | None, owner: str | None = None) -> Resident:
+        """A trainable model on the base weights."""
+        with return_freed_memory():
+            return super().add_policy(lora, owner)
+
+    def add_frozen(self, owner: str | None = None, lora: LoraOptions | None = None) -> Resident:
+        """A model that is the base weights and never changes; ``lora`` is an untrained adapter."""
+        with return_freed_memory():
+            return super().add_frozen(owner, lora)
 
     def remove(self, model_id: str) -> None:
         """Free a model."""
@@ -113,26 +126,12 @@ class RankResidents(Residents):
             is_8bit=is_8bit,
         )
 
-    def _load_shared(self) -> LoadedModel:
-        base = super()._load_shared()
-        if not isinstance(base, ShardedModel):
-            self._base = base = self._shard(base, is_trained=False)
-        return base
-
     def _load_own(self) -> LoadedModel:
-        if isinstance(self._base, ShardedModel) and not self._models:
-            # Unused now, and sharded as frozen weights.
+        if not any(model.loaded is self._base for model in self._models.values()):
+            # Its parts are those of frozen weights.
             self._base = None
-        return self._shard(super()._load_own(), is_trained=True)
-
-    def _shard(self, loaded: LoadedModel, *, is_trained: bool) -> ShardedModel:
-        return shard(
-            loaded,
-            self._group.mesh,
-            self._group.device,
-            is_trained=is_trained,
-            offload=self._offload,
-        )
+            gc.collect()
+        return self._load_trained()
 
 
 class RankOptimizer(Optimizer):

@@ -63,7 +63,7 @@ def start_ranks(sidecars: Sidecars, options: TrainerWorkerOptions) -> RankEngine
     watch.start()
     host, port = place
     group = Rendezvous(host, int(port), ranks, timeout_s).join(0, choose_device(device, 0))
-    # Each rank loads whole weights into the host's memory, and has its part on its device.
+    # Each rank reads its part of the weights into the host's memory, and moves it to its device.
     options = replace(options, device="cpu")
     group.broadcast(orjson.dumps(asdict(options)))
     try:
