@@ -180,15 +180,6 @@ typedef void (*Sgemm)(const char *, const char *, const int *, const int *, cons
                       const float *, const float *, const int *, const float *, const int *,
                       const float *, float *, const int *);
 
-/* out [rows][n] = x [rows][k] times weight, which is [k][n], or [n][k] if `transposed`. */
-static void product(Sgemm sgemm, const float *x, int64_t rows, int64_t k, const float *weight,
-                    int64_t n, int transposed, float *out) {
-    const int m = (int)n, count = (int)rows, depth = (int)k;
-    const float one = 1.0f, zero = 0.0f;
-    sgemm(transposed ? "T" : "N", "N", &m, &count, &depth, &one, weight,
-          transposed ? &depth : &m, x, &depth, &zero, out, &m);
-}
-
 typedef struct {
     const float *input_norm, *qkv, *bias, *q_norm, *k_norm, *o, *post_norm, *gate_up, *down;
 } StepLayer;
@@ -200,6 +191,22 @@ typedef struct {
     const float *embedding, *final_norm, *head, *head_bias, *cosine, *sine;
     int64_t num_layers, hidden, inner, vocab, layer_stride;
 } StepModel;
+
+/* Multiplications from which threads that share a product save more than their start costs. */
+#define LEAST_SHARED (1 << 24)
+
+/* out [rows][n] = x [rows][k] times weight, which is [k][n], or [n][k] if `transposed`, on `threads`
+   threads at most. */
+static void product(const StepModel *model, int threads, const float *x, int64_t rows, int64_t k,
+                    const float *weight, int64_t n, int transposed, float *out) {
+    const int m = (int)n, count = (int)rows, depth = (int)k;
+    const float one = 1.0f, zero = 0.0f;
+    const int own = rows * k * n < LEAST_SHARED ? 1 : threads;
+    const int before = model->own_threads ? model->own_threads(own) : 0;
+    model->sgemm(transposed ? "T" : "N", "N", &m, &count, &depth, &one, weight,
+                 transposed ? &depth : &m, x, &depth, &zero, out, &m);
+    if (model->own_threads) model->own_threads(before);
+}
 
 /* A LoRA adapter's update of one linear layer: down [rank][k] and up [rank][n]; rank 0 is none. */
 typedef struct {
@@ -253,7 +260,7 @@ static void add_updates(Adapters adapters, int64_t place, const float *x, int64_
 /* Rows start..stop of a decoding step, through all layers. */
 static int step_rows(const StepModel *model, const AttentionShape *shape, const int64_t *tokens,
                      const int64_t *positions, Adapters adapters, int64_t start, int64_t stop,
-                     int64_t longest, float *keys, float *values, float *logits) {
+                     int64_t longest, int threads, float *keys, float *values, float *logits) {
     const int64_t rows = stop - start, hidden = model->hidden, inner = model->inner;
     const int64_t width = (shape->heads + 2 * shape->kv_heads) * shape->dim;
     const int64_t mixed = shape->heads * shape->dim, group = shape->heads / shape->kv_heads;
@@ -279,29 +286,29 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
         const LayerAttention attention = {
             layer->bias, layer->q_norm, layer->k_norm, keys + number * model->layer_stride,
             values + number * model->layer_stride};
-        product(model->sgemm, normed, rows, hidden, layer->qkv, width, 0, qkv);
+        product(model, threads, normed, rows, hidden, layer->qkv, width, 0, qkv);
         add_updates(own_adapters, first + Q, normed, rows, hidden, mixed, width, qkv);
         add_updates(own_adapters, first + K, normed, rows, hidden, kv, width, qkv + mixed);
         add_updates(own_adapters, first + V, normed, rows, hidden, kv, width, qkv + mixed + kv);
         for (int64_t row = 0; row < rows; row++)
             attend_token(qkv + row * width, start + row, positions[start + row], &attention,
                          &reach, shape, scratch, heads + row * mixed);
-        product(model->sgemm, heads, rows, mixed, layer->o, hidden, 1, added);
+        product(model, threads, heads, rows, mixed, layer->o, hidden, 1, added);
         add_updates(own_adapters, first + O, heads, rows, mixed, hidden, hidden, added);
         hearth_add_rms_norm(x, added, layer->post_norm, shape->eps, rows, hidden, normed, 1);
-        product(model->sgemm, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
+        product(model, threads, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
         add_updates(own_adapters, first + GATE, normed, rows, hidden, inner, 2 * inner, gates);
         add_updates(own_adapters, first + UP, normed, rows, hidden, inner, 2 * inner,
                     gates + inner);
         hearth_silu_mul(gates, rows, inner, gated, 1);
-        product(model->sgemm, gated, rows, inner, layer->down, hidden, 1, added);
+        product(model, threads, gated, rows, inner, layer->down, hidden, 1, added);
         add_updates(own_adapters, first + DOWN, gated, rows, inner, hidden, hidden, added);
         const float *next = number + 1 < model->num_layers ? layer[1].input_norm
                                                            : model->final_norm;
         hearth_add_rms_norm(x, added, next, shape->eps, rows, hidden, normed, 1);
     }
     float *own = logits + start * model->vocab;
-    product(model->sgemm, normed, rows, hidden, model->head, model->vocab, 1, own);
+    product(model, threads, normed, rows, hidden, model->head, model->vocab, 1, own);
     add_updates(own_adapters, model->num_layers * UPDATES, normed, rows, hidden, model->vocab,
                 model->vocab, own);
     if (model->head_bias)
@@ -319,16 +326,15 @@ int hearth_decode_step(const StepModel *model, const AttentionShape *shape, cons
                        float *values, float *logits) {
     const int64_t longest = longest_of(positions, shape->rows), most = shape->rows / least;
     const int64_t wanted = shape->threads < most ? shape->threads : most;
-    const int parts = wanted > 1 ? (int)wanted : 1;
+    const int parts = (int)wanted;
+    if (parts <= 1) /* outside of a parallel region, in which a product's threads are made anew */
+        return step_rows(model, shape, tokens, positions, adapters, 0, shape->rows, longest,
+                         shape->threads, keys, values, logits);
     int failed = 0;
-    #pragma omp parallel for num_threads(parts) if (parts > 1) schedule(static, 1) \
-        reduction(| : failed)
-    for (int part = 0; part < parts; part++) {
-        const int before = parts > 1 && model->own_threads ? model->own_threads(1) : 0;
+    #pragma omp parallel for num_threads(parts) schedule(static, 1) reduction(| : failed)
+    for (int part = 0; part < parts; part++)
         failed |= step_rows(model, shape, tokens, positions, adapters, shape->rows * part / parts,
-                            shape->rows * (part + 1) / parts, longest, keys, values, logits);
-        if (parts > 1 && model->own_threads) model->own_threads(before);
-    }
+                            shape->rows * (part + 1) / parts, longest, 1, keys, values, logits);
     return failed;
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hearth.inference.backend import SampleRequest
 from hearth.inference.engine import sampler
+from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.prompts import EVERY, Extras
 from hearth.inference.engine.runner import ModelRunner
@@ -112,6 +113,27 @@ def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind:
     assert torch.equal(crowd[:, :3], alone)
     assert torch.equal(threaded, alone)
     assert torch.equal(shared, crowd)
+
+
+@pytest.mark.parametrize("rows", [16, 31, 48])
+def test_threads_that_share_a_wide_layers_products_change_no_bit(runner: Any, rows: int) -> None:
+    fused = runner(build("wide layers"), fused=True)
+    cache = SlotCache(fused.cache_shape, budget_bytes=2**30, max_slots=rows)
+    cache.reserve(rows, 200, active=0)
+    with torch.inference_mode():
+        cache.keys.normal_()
+        cache.values.normal_()
+    tokens = np.arange(rows)
+    positions = 3 * tokens + 1
+
+    def decode_on(threads: int) -> Tensor:
+        torch.set_num_threads(threads)
+        return fused.decode(tokens, positions, cache).clone()
+
+    alone, *shared = (decode_on(threads) for threads in (1, 2, 3))
+    torch.set_num_threads(1)
+
+    assert all(torch.equal(logits, alone) for logits in shared)
 
 
 SHARED = (*range(7, 107), 3)
