@@ -5,8 +5,8 @@ import sys
 
 __version__ = "0.1.0"
 
-# Intel's library of matrix products then rounds alike on any number of threads. It reads this when it
-# computes for the first time.
+# Intel's library of matrix products, MKL, then rounds alike on any number of threads. It reads this
+# when it computes for the first time.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if sys.platform == "win32":
