@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from hearth.sync.chain import Published
-from hearth.sync.manifest import write_tensors
 from hearth.sync.pieces import join_sums, name_piece, sum_pieces
 from hearth.sync.snapshot import Snapshot
 from hearth.sync.store import FolderSnapshotStore
@@ -53,13 +52,13 @@ class RankPublisher:
             )
             for name, tensor in weights.items()
         }
-        with self.store.write_pieces(snapshots[0].identity) as draft:
+        with self.store.write(snapshots[0].identity) as place:
             files = {
-                f"weights-{rank}": write_tensors(draft, f"weights-{rank}", snapshot.tensors)
+                f"weights-{rank}": self.store.write_file(place, f"weights-{rank}", snapshot.tensors)
                 for rank, snapshot in enumerate(snapshots)
             }
             whole = replace(snapshots[0], tensors={}, whole=None, entries=entries)
-            self.store.finish_pieces(draft, whole, files)
+            self.store.finish(place, whole, files)
 
 
 class _Collector:

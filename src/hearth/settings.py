@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any, Literal
 
 from hearth.errors import ConfigError
+from hearth.objects import check_store
 
 KEYS_VARIABLE = "HEARTH_API_KEYS"
 CATALOG_VARIABLE = "HEARTH_CATALOG"
@@ -54,9 +55,9 @@ class Settings:
     placement: Literal["process", "inline", "ray"] = "process"
     """``process``: each trainer and deployment its own process; ``inline``: threads of this one;
     ``ray``: actors of the cluster that ``RAY_ADDRESS`` names, or of one that starts here."""
-    snapshot_store: Literal["folder", "ray"] = "folder"
-    """With ``ray``, how weights get from node to node: ``data_dir``, which all nodes then share, or
-    Ray's object store."""
+    snapshot_store: str = "folder"
+    """How weights get from trainers to deployments: ``folder`` is ``data_dir``, which all nodes of
+    ``ray`` then share; ``ray`` is Ray's object store; ``s3://BUCKET/PREFIX`` is a bucket."""
     placement_timeout_s: float = 300.0
     """With ``ray``, how long a worker may wait for room in the cluster."""
     database_url: str = ""
@@ -96,8 +97,7 @@ class Settings:
             _require(fits, setting.name, rule, value)
         is_known = self.placement in ("process", "inline", "ray")
         _require(is_known, "placement", "'process', 'inline' or 'ray'", self.placement)
-        is_known = self.snapshot_store in ("folder", "ray")
-        _require(is_known, "snapshot_store", "'folder' or 'ray'", self.snapshot_store)
+        check_store(self.snapshot_store, self.placement)
         _require(
             self.placement_timeout_s > 0, "placement_timeout_s", "> 0", self.placement_timeout_s
         )
@@ -193,7 +193,6 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "Path": ((Path,), "a path"),
     "Path | None": ((Path, NoneType), "a path"),
     "Literal['process', 'inline', 'ray']": ((str,), "a text"),
-    "Literal['folder', 'ray']": ((str,), "a text"),
 }
 """Allowed values of each field's type: a file may hold anything."""
 

@@ -29,9 +29,9 @@ class ServeFlags:
     placement: Literal["process", "inline", "ray"] | None = None
     """A process for each trainer and deployment (the default), threads of this one, or actors of a
     Ray cluster: RAY_ADDRESS names it, else one starts here."""
-    snapshot_store: Literal["folder", "ray"] | None = None
-    """With ray: weights go through data_dir, which all nodes share (the default, folder), or
-    through Ray's object store."""
+    snapshot_store: str | None = None
+    """Weights go through data_dir, which all nodes of Ray share (the default, folder), through
+    Ray's object store (ray), or through a bucket (s3://BUCKET/PREFIX)."""
     placement_timeout_s: float | None = None
     """With ray: how long a worker may wait for room in the cluster (300)."""
     database_url: str | None = None

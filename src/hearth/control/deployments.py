@@ -355,6 +355,7 @@ class Deployments(Resources[Deployment]):
     def _delete_served_state(self, deployment_id: str) -> None:
         state = self._context.data_dir / "deployments" / deployment_id / SERVING_FILE
         state.unlink(missing_ok=True)
+        self._context.launcher.forget_served(deployment_id)
 
     def _read_tokenizer(self, values: ExtraValues) -> str | None:
         name = values.read_text("tokenizer")

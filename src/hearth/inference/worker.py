@@ -30,7 +30,8 @@ from hearth.models.loading import best_device, choose_dtype, load_model, load_to
 from hearth.models.vocabulary import check_tokenizer
 from hearth.settings import vllm_python
 from hearth.sidecars import Sidecars
-from hearth.sync.store import Buckets, SnapshotStore, open_buckets
+from hearth.sync.objects import open_buckets
+from hearth.sync.store import Buckets, SnapshotStore
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -31,6 +32,7 @@ from hearth.launch.spec import (
     Worker,
     WorkerSpec,
 )
+from hearth.objects import SCHEME, SERVED, ObjectFolder
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +74,28 @@ class BaseLauncher(ABC, Generic[W]):
 
     With ``die_with_parent`` every worker ends with this process. Otherwise workers run on after
     this process has died, for a later launcher with the same ``data_dir`` to adopt, and end
-    themselves when they have answered no request for ``orphan_timeout_s``.
+    themselves when they have answered no request for ``orphan_timeout_s``. Snapshots are in
+    ``data_dir`` as well, or where ``snapshot_store`` is a URL.
     """
 
-    def __init__(self, data_dir: Path, *, die_with_parent: bool, orphan_timeout_s: float) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        die_with_parent: bool,
+        orphan_timeout_s: float,
+        snapshot_store: str = "folder",
+    ) -> None:
         if not orphan_timeout_s > 0:
             raise ConfigError(f"orphan_timeout_s must be > 0, got {orphan_timeout_s}")
         self._root = data_dir.expanduser().resolve()
         self._workers_dir = self._root / "workers"
-        self._bucket_root = self._root / "buckets"
+        self._bucket_root = str(self._root / "buckets")
+        self._objects: ObjectFolder | None = None
+        if snapshot_store.startswith(SCHEME):
+            self._bucket_root = snapshot_store
+            self._objects = ObjectFolder(snapshot_store)
+            self._objects.check()
         self._die_with_parent = die_with_parent
         self._orphan_timeout_s = None if die_with_parent else orphan_timeout_s
         self._workers: dict[str, W] = {}
@@ -91,15 +106,24 @@ class BaseLauncher(ABC, Generic[W]):
 
     def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first; a folder without a readable manifest is none."""
-        records = [
-            record
-            for path in (self._bucket_root / bucket).glob("*/manifest.json")
-            # Drafts and what is being removed begin with a dot.
-            if not path.parent.name.startswith(".") and (record := _read_record(path)) is not None
-        ]
+        if self._objects is not None:
+            records = read_objects(self._objects, bucket)
+        else:
+            records = [
+                record
+                for path in Path(self._bucket_root, bucket).glob("*/manifest.json")
+                # Drafts and what is being removed begin with a dot.
+                if not path.parent.name.startswith(".")
+                and (record := _read_folder(path)) is not None
+            ]
         return sorted(
             records, key=lambda record: (record.number, record.created_s, record.identity)
         )
+
+    def forget_served(self, deployment_id: str) -> None:
+        """As ``Launcher.forget_served``."""
+        if self._objects is not None:
+            self._objects.remove(f"{SERVED}/{deployment_id}")
 
     def export(self, spec: ExportSpec) -> None:
         """Write a snapshot as a model folder, in a process of its own; as ``Launcher.export``.
@@ -216,7 +240,7 @@ class BaseLauncher(ABC, Generic[W]):
     def _make_task(self, worker_id: str, spec: WorkerSpec | ExportSpec, **options: Any) -> Task:
         """What a worker's process is to do."""
         entry, health_path = ENTRIES[type(spec)]
-        arguments: dict[str, Any] = asdict(spec) | {"buckets": str(self._bucket_root)}
+        arguments: dict[str, Any] = asdict(spec) | {"buckets": self._bucket_root}
         arguments.pop("worker_id", None)
         threads = arguments.pop("threads", None)
         return Task(
@@ -258,19 +282,45 @@ def tell_watcher(call: Callable[[], None], is_over: Callable[[], bool]) -> None:
             return
 
 
-def _read_record(manifest: Path) -> SnapshotRecord | None:
+def _read_folder(manifest: Path) -> SnapshotRecord | None:
     """A snapshot by its manifest, read without torch; None without a readable one."""
     try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
+        num_bytes = sum(path.stat().st_size for path in manifest.parent.iterdir())
+        return _read_record(manifest.read_bytes(), num_bytes, manifest.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def read_objects(objects: ObjectFolder, bucket: str) -> list[SnapshotRecord]:
+    """The snapshots of a bucket in an object store."""
+    listed = objects.list(bucket)
+    sizes: dict[str, int] = {}
+    for path, facts in listed.items():
+        folder = path.rpartition("/")[0]
+        sizes[folder] = sizes.get(folder, 0) + facts.num_bytes
+    records: list[SnapshotRecord] = []
+    for folder, num_bytes in sizes.items():
+        if (path := f"{folder}/manifest.json") not in listed:
+            continue  # it is being uploaded or removed
+        with contextlib.suppress(FileNotFoundError):
+            if (record := _read_record(objects.read(path), num_bytes)) is not None:
+                records.append(record)
+    return records
+
+
+def _read_record(manifest: bytes, num_bytes: int, changed_s: float = 0.0) -> SnapshotRecord | None:
+    """A snapshot by its manifest; None if that cannot be read."""
+    try:
+        content = json.loads(manifest)
         if content["kind"] not in ("base", "delta", "lora"):
             return None
         return SnapshotRecord(
             identity=content["identity"],
             kind=content["kind"],
             base_model=content["base_model"],
-            created_s=content.get("created_s") or manifest.stat().st_mtime,
-            num_bytes=sum(path.stat().st_size for path in manifest.parent.iterdir()),
+            created_s=content.get("created_s") or changed_s,
+            num_bytes=num_bytes,
             number=int(content.get("number", 0)),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None

@@ -161,6 +161,7 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
         *,
         die_with_parent: bool = False,
         orphan_timeout_s: float = 900.0,
+        snapshot_store: str = "folder",
         preload: Sequence[str] = WORKER_MODULES,
     ) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -168,7 +169,10 @@ class ProcessLauncher(BaseLauncher[ProcessWorker]):
                 "placement must be 'inline' on this system, got 'process': it needs Linux 5.3"
             )
         super().__init__(
-            data_dir, die_with_parent=die_with_parent, orphan_timeout_s=orphan_timeout_s
+            data_dir,
+            die_with_parent=die_with_parent,
+            orphan_timeout_s=orphan_timeout_s,
+            snapshot_store=snapshot_store,
         )
         self._forkserver_client = ForkserverClient(
             self._root, preload=preload, die_with_parent=die_with_parent

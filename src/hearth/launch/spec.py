@@ -17,7 +17,6 @@ from hearth.sidecars import ExitReport
 from hearth.wire.asgi import App
 
 Placement = Literal["inline", "process", "ray"]
-SnapshotPlace = Literal["folder", "ray"]
 """Where workers on several machines exchange snapshots."""
 Engine = Literal["embedded", "vllm"]
 
@@ -211,6 +210,10 @@ class Launcher(Protocol):
 
     def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         """What a bucket holds, oldest first."""
+        ...
+
+    def forget_served(self, deployment_id: str) -> None:
+        """Forget which snapshot a deployment served, where that is not in its folder."""
         ...
 
     def log_path(self, worker_id: str) -> Path | None:

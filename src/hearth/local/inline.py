@@ -193,6 +193,9 @@ class InlineLauncher:
             for snapshot in self._buckets.bucket(bucket).snapshots()
         ]
 
+    def forget_served(self, deployment_id: str) -> None:
+        """Inline deployments write down nothing."""
+
     def log_path(self, worker_id: str) -> None:
         """Inline workers write into the log of their process."""
 

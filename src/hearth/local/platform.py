@@ -20,7 +20,8 @@ from hearth.control.store import Store
 from hearth.errors import ConfigError
 from hearth.launch.processes import ProcessLauncher
 from hearth.launch.ray import make_ray_launcher
-from hearth.launch.spec import Launcher, Placement, SnapshotPlace
+from hearth.launch.spec import Launcher, Placement
+from hearth.objects import check_store
 from hearth.sdk.background import start
 from hearth.sdk.transport import mount, unmount
 
@@ -33,7 +34,7 @@ class EmbeddedPlatform:
     """One platform inside this process, at a base URL of its own until ``close``.
 
     Trainers and deployments are threads (``inline``), processes that end with this one, or actors
-    of a Ray cluster that do, between which snapshots go as ``snapshot_store`` says.
+    of a Ray cluster that do. Snapshots go between them as ``snapshot_store`` says.
 
     Raises:
         ConfigError: the catalog of models cannot be read, or there is no such placement.
@@ -45,17 +46,20 @@ class EmbeddedPlatform:
         work_dir: Path,
         placement: Placement = "inline",
         catalog: Path | None = None,
-        snapshot_store: SnapshotPlace = "folder",
+        snapshot_store: str = "folder",
     ) -> None:
         if placement not in ("inline", "process", "ray"):
             raise ConfigError(f"placement must be 'inline', 'process' or 'ray', got {placement!r}")
+        check_store(snapshot_store, placement)
         launcher: Launcher
         if placement == "inline":
             from hearth.local.inline import InlineLauncher  # seconds, which a bad config is spared
 
             launcher = InlineLauncher(work_dir)
         elif placement == "process":
-            launcher = ProcessLauncher(work_dir, die_with_parent=True)
+            launcher = ProcessLauncher(
+                work_dir, snapshot_store=snapshot_store, die_with_parent=True
+            )
         else:
             launcher = make_ray_launcher(
                 work_dir, snapshot_store=snapshot_store, die_with_parent=True

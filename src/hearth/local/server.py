@@ -152,7 +152,11 @@ def make_launcher(settings: Settings, data_dir: Path, stack: contextlib.ExitStac
         )
         placement = "inline"
     if placement == "process":
-        launcher = ProcessLauncher(data_dir, orphan_timeout_s=settings.orphan_timeout_s)
+        launcher = ProcessLauncher(
+            data_dir,
+            orphan_timeout_s=settings.orphan_timeout_s,
+            snapshot_store=settings.snapshot_store,
+        )
         stack.callback(launcher.close)
         launcher.warm()
         return launcher

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from hearth.errors import EngineError, RequestError
 from hearth.files import is_intact, seal
-from hearth.sync.folders import write_draft
 
 MANIFEST_FILE = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)
@@ -115,23 +114,6 @@ def verify(entries: Mapping[str, TensorEntry], tensors: Mapping[str, Tensor], wh
             )
 
 
-def write_folder(
-    folder: Path, manifest: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
-) -> None:
-    """Write ``<name>.safetensors`` and the manifest into a new folder.
-
-    It appears complete or not at all. ``manifest["files"]`` gets the tensors' entries, and
-    ``manifest["number"]`` the folder's place (``next_number``).
-
-    Raises:
-        RequestError: the folder exists.
-        StorageError: the disk refused.
-    """
-    with write_draft(folder) as draft:
-        files = {name: write_tensors(draft, name, tensors)}
-        write_manifest(draft, manifest, next_number(folder.parent), files)
-
-
 def write_tensors(draft: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Write ``<name>.safetensors`` into a draft; its tensors' entries.
 
@@ -143,44 +125,42 @@ def write_tensors(draft: Path, name: str, tensors: Mapping[str, Tensor]) -> dict
     return describe(tensors)
 
 
-def write_manifest(
-    draft: Path,
-    manifest: Mapping[str, Any],
-    number: int,
-    files: Mapping[str, Mapping[str, TensorEntry]],
-) -> None:
-    """Write the manifest of a draft whose files have these tensors, by the files' names.
+def render_manifest(
+    manifest: Mapping[str, Any], number: int, files: Mapping[str, Mapping[str, TensorEntry]]
+) -> bytes:
+    """The content of ``manifest.json``, with a checksum of its own.
 
-    Raises:
-        OSError: the disk refused.
+    ``number`` is the folder's place (``next_number``); ``files`` has the entries of each file's
+    tensors.
     """
     text = json.dumps(seal({**manifest, "number": number, "files": dict(files)}), indent=1)
-    (draft / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    return text.encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder that ``write_folder`` wrote.
+    """The manifest of a folder.
 
     Raises:
         EngineError: there is none, it is no JSON object, or it was changed.
     """
     try:
-        return _parse_manifest(folder, (folder / MANIFEST_FILE).read_bytes())
+        return parse_manifest(folder.name, (folder / MANIFEST_FILE).read_bytes())
     except OSError as error:
         raise EngineError(f"{folder.name!r} must have a readable manifest, got {error}") from None
 
 
-def _parse_manifest(folder: Path, text: bytes) -> dict[str, Any]:
+def parse_manifest(name: str, text: bytes) -> dict[str, Any]:
+    """The manifest of the folder ``name``; errors are those of ``read_manifest``."""
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise EngineError(f"{folder.name!r} must have a readable manifest, got {error}") from None
+        raise EngineError(f"{name!r} must have a readable manifest, got {error}") from None
     if not isinstance(manifest, dict) or "files" not in manifest:
-        raise EngineError(f"{folder.name!r} must have a manifest with files, got {manifest!r:.80}")
+        raise EngineError(f"{name!r} must have a manifest with files, got {manifest!r:.80}")
     content = cast("dict[str, Any]", manifest)
     if not is_intact(content):
         raise EngineError(
-            f"{folder.name}/{MANIFEST_FILE} must match its own checksum, got another one: the file "
+            f"{name}/{MANIFEST_FILE} must match its own checksum, got another one: the file "
             "was changed after it was written"
         )
     return content
@@ -262,7 +242,7 @@ def _read_place(manifest: Path, _inode: int, _mtime_ns: int) -> tuple[int, int]:
     """
     text = manifest.read_bytes()
     try:
-        content = _parse_manifest(manifest.parent, text)
+        content = parse_manifest(manifest.parent.name, text)
     except EngineError:
         return 0, 0
     number, steps = (content.get(name) for name in ("number", "steps"))

@@ -14,9 +14,11 @@ from typing import Any, Generic, TypeVar, get_args
 from torch import Tensor
 
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
+from hearth.files import explain_refusals, fsync
 from hearth.sync import delta
 from hearth.sync.folders import remove_folder, write_draft
 from hearth.sync.manifest import (
+    MANIFEST_FILE,
     TensorEntry,
     check_name,
     digest,
@@ -25,8 +27,8 @@ from hearth.sync.manifest import (
     next_number,
     read_manifest,
     read_tensors,
-    write_folder,
-    write_manifest,
+    render_manifest,
+    write_tensors,
 )
 from hearth.sync.pieces import place_pieces
 from hearth.sync.snapshot import Snapshot, SnapshotKind, SnapshotStore
@@ -81,7 +83,7 @@ class MemorySnapshotStore:
             kept = self._snapshots.get(identity)
             if kept is not None:
                 if not _is_same(kept, snapshot):
-                    raise _name_taken(identity)
+                    raise name_taken(identity)
                 return
             self._snapshots[identity] = snapshot
             for old in list(self._snapshots)[: -self._keep]:
@@ -92,7 +94,7 @@ class MemorySnapshotStore:
         with self._lock:
             if identity in self._snapshots:
                 return self._snapshots[identity]
-            raise _not_kept(identity, list(self._snapshots))
+            raise not_kept(identity, list(self._snapshots))
 
     def names(self) -> list[str]:
         """Identities, oldest first."""
@@ -137,39 +139,58 @@ class FolderSnapshotStore:
 
     def put(self, snapshot: Snapshot) -> None:
         """Write the snapshot's folder; it appears complete or not at all."""
-        folder = self._root / check_name(snapshot.identity, "identity")
+        check_name(snapshot.identity, "identity")
         with self._lock:
-            if folder.is_dir():
+            if self.has(snapshot.identity):
                 self.require_same(snapshot)
                 return
-            write_folder(folder, self._make_manifest(snapshot), _DATA, snapshot.tensors)
-            self._remove_old()
+            with self.write(snapshot.identity) as place:
+                files = {_DATA: self.write_file(place, _DATA, snapshot.tensors)}
+                self.finish(place, snapshot, files)
+
+    def has(self, identity: str) -> bool:
+        """Whether there is a snapshot of that name, damaged or not."""
+        return (self._root / identity).is_dir()
 
     @contextlib.contextmanager
-    def write_pieces(self, identity: str) -> Generator[Path, None, None]:
-        """A draft into which several processes write their pieces of a snapshot's tensors.
+    def write(self, identity: str) -> Generator[str, None, None]:
+        """Begin a snapshot; the ``with`` has the place where its files are written.
 
-        Each writes files of its own (``manifest.write_tensors``), and one of them calls
-        ``finish_pieces`` before the ``with`` ends. It appears complete or not at all.
+        Processes that share the store write files of their own there (``write_file``), and one of
+        them calls ``finish`` before the ``with`` ends. It appears complete or not at all.
 
         Raises:
             RequestError: the identity is no valid name, or is taken.
         """
         with write_draft(self._root / check_name(identity, "identity")) as draft:
-            yield draft
+            yield str(draft)
         self._remove_old()
 
-    def finish_pieces(
-        self, draft: Path, snapshot: Snapshot, files: Mapping[str, Mapping[str, TensorEntry]]
-    ) -> None:
-        """Write the manifest of a snapshot in pieces, which has ``entries`` and no tensors.
+    def write_file(
+        self, place: str, name: str, tensors: Mapping[str, Tensor]
+    ) -> dict[str, TensorEntry]:
+        """Write a file of tensors, whole ones or pieces; returns their entries.
 
-        ``files`` has the entries of each file's pieces.
+        Raises:
+            StorageError: the disk refused.
+        """
+        with explain_refusals(Path(place)):
+            entries = write_tensors(Path(place), name, tensors)
+            # Here, since another machine can wait for its own writes only.
+            fsync(Path(place) / f"{name}.safetensors")
+        return entries
+
+    def finish(
+        self, place: str, snapshot: Snapshot, files: Mapping[str, Mapping[str, TensorEntry]]
+    ) -> None:
+        """Write the manifest; ``files`` has the entries of each file's tensors.
 
         Raises:
             EngineError: it is a delta, and its parent is not kept.
         """
-        write_manifest(draft, self._make_manifest(snapshot), next_number(self._root), files)
+        manifest = render_manifest(self._make_manifest(snapshot), next_number(self._root), files)
+        with explain_refusals(Path(place)):
+            (Path(place) / MANIFEST_FILE).write_bytes(manifest)
 
     def get(self, identity: str) -> Snapshot:
         """The snapshot on the CPU, every tensor of its own checked against its checksum."""
@@ -182,8 +203,7 @@ class FolderSnapshotStore:
         is_delta = manifest["kind"] == "delta"
         files = manifest["files"].values()
         names = {name: 0 for file in files for name in file} if is_delta else manifest["weights"]
-        folder = self._root / identity
-        tensors = _UnreadTensors(names, lambda: _read_files(folder, manifest))
+        tensors = _UnreadTensors(names, lambda: _read_files(self.folder(identity), manifest))
         return Snapshot(
             identity,
             manifest["kind"],
@@ -209,15 +229,19 @@ class FolderSnapshotStore:
         """
         folder = self._root / check_name(identity, "identity")
         if not folder.is_dir():
-            raise _not_kept(identity, self.names())
+            raise not_kept(identity, self.names())
         return folder
 
     def names(self) -> list[str]:
         """Identities, oldest first."""
         return folder_names(self._root)
 
+    def _load_manifest(self, identity: str) -> dict[str, Any]:
+        """The manifest, whatever it says; errors are those of ``folder`` and ``read_manifest``."""
+        return read_manifest(self.folder(identity))
+
     def _read_manifest(self, identity: str) -> dict[str, Any]:
-        manifest = read_manifest(self.folder(identity))
+        manifest = self._load_manifest(identity)
         is_snapshot = manifest.get("format") in _FORMATS and "weights" in manifest
         if not is_snapshot or manifest.get("kind") not in get_args(SnapshotKind):
             raise EngineError(
@@ -264,7 +288,7 @@ class FolderSnapshotStore:
             or kept["metadata"].get("lora") != snapshot.metadata.get("lora")
             or kept["weights"] != _entries_of(snapshot)
         ):
-            raise _name_taken(snapshot.identity)
+            raise name_taken(snapshot.identity)
 
     def _remove_old(self) -> None:
         try:
@@ -284,7 +308,10 @@ class FolderSnapshotStore:
                 link = self._read_parent(link)
         for name in names:
             if name not in needed:
-                remove_folder(self._root / name)
+                self._remove(name)
+
+    def _remove(self, identity: str) -> None:
+        remove_folder(self._root / identity)
 
     def _read_parent(self, identity: str) -> str | None:
         try:
@@ -414,19 +441,14 @@ def _is_same(kept: Snapshot, given: Snapshot) -> bool:
     )
 
 
-def _name_taken(identity: str) -> RequestError:
+def name_taken(identity: str) -> RequestError:
+    """The error for a snapshot whose name has other weights."""
     return RequestError(f"identity must be new, got {identity!r}: it is taken by other weights")
 
 
-def _not_kept(identity: str, known: list[str]) -> NotFoundError:
+def not_kept(identity: str, known: list[str]) -> NotFoundError:
+    """The error for a snapshot that is not in the store."""
     return NotFoundError(
         f"snapshot must be one of {known}, got {identity!r}: it was never saved here, or newer "
         "ones have replaced it"
     )
-
-
-def open_buckets(
-    where: str | Buckets[SnapshotStore], keep: int | None = None
-) -> Buckets[SnapshotStore]:
-    """The buckets of a folder, with the newest ``keep`` snapshots each; ``Buckets`` as they are."""
-    return FolderBuckets(Path(where), keep) if isinstance(where, str) else where

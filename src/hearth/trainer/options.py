@@ -10,7 +10,8 @@ from hearth.errors import ConfigError, NotFoundError, RequestError
 from hearth.models.loading import best_device, choose_dtype
 from hearth.planning.memory import OptimizerName
 from hearth.sync.manifest import check_name
-from hearth.sync.store import Buckets, SnapshotStore, open_buckets
+from hearth.sync.objects import open_buckets
+from hearth.sync.store import Buckets, SnapshotStore
 
 DEFAULT_LOGIT_BUDGET = 2**26
 """Most logits at one time: 256 MiB in float32."""

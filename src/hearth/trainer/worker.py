@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - see
 from hearth.errors import ConfigError
 from hearth.sidecars import Sidecars
 from hearth.sync.chain import resolve
-from hearth.sync.store import Buckets, SnapshotStore, open_buckets
+from hearth.sync.objects import open_buckets
+from hearth.sync.store import Buckets, SnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.export import ExportOptions, export_snapshot
 from hearth.trainer.options import TrainerWorkerOptions

@@ -108,9 +108,9 @@ class RecipeConfig:
     placement: Literal["inline", "process", "ray"] = "inline"
     """Embedded platform: trainers and deployments as threads of this process, as processes, or as
     actors of the Ray cluster that RAY_ADDRESS names."""
-    snapshot_store: Literal["folder", "ray"] = "folder"
-    """With placement="ray", how weights get from node to node: through log_path, a folder that all
-    nodes share, or through Ray's object store."""
+    snapshot_store: str = "folder"
+    """How weights get from trainers to deployments: "folder" is log_path, which all nodes of
+    placement="ray" share; "ray" is Ray's object store; s3://BUCKET/PREFIX is a bucket."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Where trainers run."""
     wandb: WandBConfig = field(default_factory=WandBConfig)

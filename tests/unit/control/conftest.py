@@ -124,6 +124,9 @@ class ScriptedLauncher:
         folder.mkdir(parents=True)
         (folder / "weights").write_text(spec.identity, encoding="utf-8")
 
+    def forget_served(self, deployment_id: str) -> None:
+        pass
+
     def snapshots(self, bucket: str) -> list[SnapshotRecord]:
         return list(self.buckets.get(bucket, []))
 

@@ -123,11 +123,11 @@ def test_pieces_that_are_not_the_whole_are_refused(names: list[str]) -> None:
 def test_a_killed_writer_leaves_no_snapshot_and_a_name_is_taken_once(
     store: FolderSnapshotStore,
 ) -> None:
-    with pytest.raises(KeyError), store.write_pieces("base"):
+    with pytest.raises(KeyError), store.write("base"):
         raise KeyError
     assert store.names() == []
     RankPublisher(store, 2).publish("base", make_weights(), as_delta=False)
-    with pytest.raises(RequestError, match="name must be new"), store.write_pieces("base"):
+    with pytest.raises(RequestError, match="name must be new"), store.write("base"):
         pass
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
@@ -56,13 +56,13 @@ from hearth.launch.spec import (
     ExitReport,
     ExportSpec,
     Placement,
-    SnapshotPlace,
     SnapshotRecord,
     Watcher,
     WorkerSpec,
     spec_as_dict,
     spec_from_dict,
 )
+from hearth.objects import check_store
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ class RayLauncher(BaseLauncher[RayWorker]):
     """A ``Launcher``: workers as actors of the cluster that ``RAY_ADDRESS`` names, or of one here.
 
     ``snapshot_store`` says how snapshots get from node to node: through ``data_dir``, which is then
-    one folder on every node, or through Ray's object store. A worker that has no room for
-    ``placement_timeout_s`` fails.
+    one folder on every node, through Ray's object store, or through the store of a URL. A worker
+    that has no room for ``placement_timeout_s`` fails.
 
     Raises:
         ConfigError: there is no such cluster, or an option breaks its rule.
@@ -145,17 +145,19 @@ class RayLauncher(BaseLauncher[RayWorker]):
         self,
         data_dir: Path,
         *,
-        snapshot_store: SnapshotPlace = "folder",
+        snapshot_store: str = "folder",
         die_with_parent: bool = False,
         orphan_timeout_s: float = 900.0,
         placement_timeout_s: float = 300.0,
     ) -> None:
-        if snapshot_store not in get_args(SnapshotPlace):
-            raise ConfigError(f"snapshot_store must be 'folder' or 'ray', got {snapshot_store!r}")
+        check_store(snapshot_store, "ray")
         if not placement_timeout_s > 0:
             raise ConfigError(f"placement_timeout_s must be > 0, got {placement_timeout_s}")
         super().__init__(
-            data_dir, die_with_parent=die_with_parent, orphan_timeout_s=orphan_timeout_s
+            data_dir,
+            die_with_parent=die_with_parent,
+            orphan_timeout_s=orphan_timeout_s,
+            snapshot_store=snapshot_store,
         )
         self._root.mkdir(parents=True, exist_ok=True)
         self._lifetime = None if die_with_parent else "detached"
@@ -230,7 +232,7 @@ class RayLauncher(BaseLauncher[RayWorker]):
                 own_node_id(),
                 _run_export,
                 ENTRIES[ExportSpec][0],
-                asdict(spec) | {"buckets": str(self._bucket_root)},
+                asdict(spec) | {"buckets": self._bucket_root},
                 self._snapshot_actor,
                 hearth_variables(),
                 str(Path.cwd()),

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hearth.files import explain_refusals, fsync
-from hearth.sync.manifest import TensorEntry, write_tensors
+from hearth.sync.manifest import TensorEntry, check_name
 from hearth.sync.pieces import Span, join_sums, name_piece, sum_pieces
 from hearth.sync.snapshot import Snapshot
 from hearth.sync.store import FolderSnapshotStore
@@ -91,18 +89,15 @@ class PieceStore:
 
     def _begin(self, identity: str, stack: contextlib.ExitStack) -> str | None:
         """A draft for the snapshot; None if there is one of that name."""
-        if identity in self._store.names():
+        if self._store.has(check_name(identity, "identity")):
             return None
-        return str(stack.enter_context(self._store.write_pieces(identity)))
+        return stack.enter_context(self._store.write(identity))
 
     def _write_own(self, place: str | None, snapshot: Snapshot) -> dict[str, Any]:
         entries: Mapping[str, TensorEntry] = {}
         if place is not None:
-            draft, name = Path(place), f"weights-{self._group.rank}"
-            with explain_refusals(draft):
-                entries = write_tensors(draft, name, snapshot.tensors)
-                # Here, since on another machine only its own writes can be waited for.
-                fsync(draft / f"{name}.safetensors")
+            name = f"weights-{self._group.rank}"
+            entries = self._store.write_file(place, name, snapshot.tensors)
         return {"entries": entries, "sums": sum_pieces(snapshot.weights or {})}
 
     def _finish(
@@ -122,5 +117,5 @@ class PieceStore:
             self._store.require_same(whole)
             return
         files = {f"weights-{rank}": own["entries"] for rank, own in enumerate(written)}
-        self._store.finish_pieces(Path(place), whole, files)
+        self._store.finish(place, whole, files)
         stack.close()
