@@ -42,7 +42,7 @@ from hearth.trainer.checkpoint import (
 )
 from hearth.trainer.datums import Datums, read_datums
 from hearth.trainer.options import AdapterStore, TrainerOptions
-from hearth.trainer.packing import Limits
+from hearth.trainer.packing import Example, Limits
 from hearth.trainer.passes import KeptGraph, Pass, PassResult
 from hearth.trainer.residents import Resident, Residents, require_trainable
 from hearth.wire.tinker import AdamParams, CheckpointType, DatumColumns, Normalization
@@ -553,11 +553,16 @@ class TrainerEngine:
         return self._make_pass(
             scorer=model.scorer,
             objective=objective,
-            examples=read_datums(data, objective, limits),
+            examples=self._read_datums(data, objective, limits),
             limits=limits,
             token_budget=self.options.micro_batch_tokens,
             temperature=temperature,
         )
+
+    def _read_datums(
+        self, data: Datums, objective: BuiltinObjective, limits: Limits
+    ) -> list[Example]:
+        return read_datums(data, objective, limits)
 
     def _make_pass(self, **fields: Any) -> Pass:
         return Pass(**fields)

@@ -6,6 +6,7 @@ Every long operation answers ``FutureRef`` at once; its result comes from ``retr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from hearth.errors import RequestError
 from hearth.wire.base import FiniteRecord, Record
-from hearth.wire.tensors import Encoding, TensorRecord, encode
+from hearth.wire.tensors import DType, Encoding, TensorRecord, encode
 
 Normalization = Literal["num_loss_tokens", "num_sequences", "none"]
 CheckpointType = Literal["base", "delta", "merged_base"]
@@ -181,6 +182,31 @@ class DatumColumns(Record):
                     f"{list(shape)}, got {list(values.shape)}"
                 )
         return lengths.tolist(), np.asarray(tokens, dtype=np.int64), inputs
+
+    def cut(self, shares: Sequence[Sequence[int]]) -> list[DatumColumns]:
+        """For each list of datums' places, columns of those datums.
+
+        Raises:
+            RequestError: as ``arrays``.
+        """
+        lengths, tokens, inputs = self.arrays()
+        ends = np.cumsum([0, *lengths])
+
+        def take(values: NDArray[Any], places: Sequence[int], dtype: DType) -> TensorRecord:
+            parts = [values[ends[place] : ends[place + 1]] for place in places]
+            return encode(np.concatenate([values[:0], *parts]), dtype, "base64")
+
+        return [
+            DatumColumns(
+                lengths=encode([lengths[place] for place in places], "int64", "base64"),
+                tokens=take(tokens, places, "int64"),
+                loss_fn_inputs={
+                    name: take(values, places, self.loss_fn_inputs[name].dtype)
+                    for name, values in inputs.items()
+                },
+            )
+            for places in shares
+        ]
 
     def datums(self) -> list[DatumRecord]:
         """The same one by one.

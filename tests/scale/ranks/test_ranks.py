@@ -21,7 +21,8 @@ from tests.scale.ranks.trainers import (
 )
 
 from hearth.models.lora import LoraOptions
-from hearth.wire.tinker import AdamParams
+from hearth.wire.tensors import encode
+from hearth.wire.tinker import AdamParams, DatumColumns
 
 UNEVEN = (70, 3, 41, 17, 60, 9, 33, 50, 21)
 """Lengths that make more micro-batches on one rank than on another."""
@@ -123,6 +124,29 @@ def test_examples_without_a_trained_token_are_scored_and_not_counted(trainer, si
 
     assert found == pytest.approx(expected, rel=1e-4)
     assert found["num_sequences"] == len(data)
+
+
+def test_columns_are_divided_as_datums_are(trainer, single, checkpoints):
+    data = random_data(UNEVEN, seed=6)
+    tokens = [datum.model_input.chunks[0].tokens or [] for datum in data]
+    inputs = {
+        name: encode(
+            np.concatenate([datum.loss_fn_inputs[name].to_numpy() for datum in data]), dtype
+        )
+        for name, dtype in (("target_tokens", "int64"), ("weights", "float32"))
+    }
+    columns = DatumColumns(
+        lengths=encode(list(map(len, tokens)), "int64"),
+        tokens=encode(np.concatenate(tokens), "int64"),
+        loss_fn_inputs=inputs,
+    )
+    with policies(trainer, single, lora=False) as (theirs, own):
+        asked = {"model_id": theirs, "forward_backward_input": {"columns": columns.as_dict()}}
+        found = trainer.ask("forward_backward", **asked)
+        _, expected = single.forward_backward(own, data)
+
+        assert found["metrics"] == pytest.approx(expected, rel=1e-5)
+        assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
 
 
 def test_a_frozen_model_beside_an_adapter_stays_the_base(trainer, single):

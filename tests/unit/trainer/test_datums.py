@@ -82,6 +82,19 @@ def test_bytes_lists_and_columns_give_the_same_examples(lengths: list[int]) -> N
         assert_same(first, third)
 
 
+def test_columns_are_cut_into_those_of_some_datums() -> None:
+    contents = [content(length, "base64", seed=length) for length in (3, 5, 2, 4)]
+    shares = [[1, 3], [], [0, 2]]
+
+    cut = columns(contents).cut(shares)
+
+    assert [own.lengths.to_numpy().tolist() for own in cut] == [[5, 4], [], [3, 2]]
+    for own, places in ((cut[0], shares[0]), (cut[2], shares[2])):
+        expected = read_datums(records([contents[place] for place in places]), PPO, LIMITS)
+        for first, second in zip(read_datums(own, PPO, LIMITS), expected, strict=True):
+            assert_same(first, second)
+
+
 def test_forms_may_differ_from_datum_to_datum() -> None:
     mixed = [content(5, "base64"), content(7, "list"), content(9, "base64")]
     del mixed[2]["loss_fn_inputs"]["loss_mask"]

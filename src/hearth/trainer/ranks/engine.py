@@ -1,6 +1,7 @@
 """A trainer's engine as one of several ranks: all run the same operations in the same order.
 
-Rank 0 is called like any engine, and sends the call to the other ranks. At the end of an operation
+Rank 0 is called like any engine, and sends the call to the other ranks. It alone reads all datums
+of a pass; every other rank is sent those that it computes. At the end of an operation
 all ranks exchange its outcome. A HearthError must be raised on all ranks; the trainer ends if it is
 not, and after any other exception, since the other ranks may then wait for a collective forever.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hearth.errors import HearthError
+from hearth.losses import BuiltinObjective
 from hearth.models.loading import DTYPES, LoadedModel, base_tensors
 from hearth.models.lora import merge_tensors
 from hearth.models.parallel import ShardedModel, Sharding, gather_tensors, return_freed_memory
@@ -29,19 +31,24 @@ from hearth.trainer.checkpoint import (
     parse_facts,
     write_manifest,
 )
+from hearth.trainer.datums import Datums
 from hearth.trainer.dcp import describe_tensors, load_into, save_tensors
-from hearth.trainer.engine import TrainerEngine, check_finite
+from hearth.trainer.engine import LossConfig, TrainerEngine, check_finite
 from hearth.trainer.options import TrainerWorkerOptions
+from hearth.trainer.packing import Example, Limits
 from hearth.trainer.passes import Pass
 from hearth.trainer.ranks.group import RankGroup, decode, encode
 from hearth.trainer.ranks.passes import RankPass
 from hearth.trainer.ranks.publishing import PieceStore, take_pieces
 from hearth.trainer.ranks.residents import RankResidents, require_sharded
 from hearth.trainer.residents import Resident, Residents, find_trainable
+from hearth.wire.tinker import DatumColumns
 
 logger = logging.getLogger(__name__)
 
 _CLOSE = "close"
+_PASSES = ("forward", "forward_backward")
+"""Operations on datums."""
 
 
 class RankEngine(TrainerEngine):
@@ -79,7 +86,7 @@ class RankEngine(TrainerEngine):
         """Send an operation to the other ranks before it runs; compare its outcomes after it."""
         try:
             if self._group.rank == 0:
-                self._group.broadcast(encode(operation, args, kwargs))
+                self._group.broadcast(encode(operation, *_leave_data_out(operation, args, kwargs)))
             try:
                 yield
             except HearthError as error:
@@ -142,6 +149,30 @@ class RankEngine(TrainerEngine):
             memory=self._memory,
             offload=self._offload,
         )
+
+    def _prepare_pass(
+        self, model: Resident, data: Datums, loss_fn: str, config: LossConfig | None
+    ) -> Pass:
+        """On rank 0 the whole pass, on every other one that of the datums that it is sent."""
+        group, prepare = self._group, super()._prepare_pass
+        made: list[Pass] = []
+        # What is wrong with a datum is raised on all ranks.
+        group.run_on_first(lambda: made.append(prepare(model, data, loss_fn, config)))
+        if group.rank:
+            _, (own,), _ = decode(group.receive_from(0))
+            return prepare(model, own, loss_fn, config)
+        (work,) = made
+        assert isinstance(work, RankPass), "_make_pass makes it"
+        for rank, own in enumerate(_cut(data, work.shares)):
+            if rank:
+                group.send(rank, encode("take", [own], {}))
+        return work
+
+    def _read_datums(
+        self, data: Datums, objective: BuiltinObjective, limits: Limits
+    ) -> list[Example]:
+        has_none = self._group.rank and isinstance(data, Sequence) and not data
+        return [] if has_none else super()._read_datums(data, objective, limits)
 
     def _make_pass(self, **fields: Any) -> Pass:
         return RankPass(**fields, group=self._group)
@@ -224,6 +255,26 @@ class RankEngine(TrainerEngine):
             tensors[key] = _make_target(stored, own)
         load_into(data, tensors)
         return TrainerState.from_tensors(facts, tensors, rng)
+
+
+def _leave_data_out(
+    operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of an operation without a pass's datums, of which each rank gets its own."""
+    left, named = list(args), dict(kwargs)
+    if operation in _PASSES and len(left) > 1:
+        left[1] = []
+    elif operation in _PASSES:
+        named["data"] = []
+    return left, named
+
+
+def _cut(data: Datums, shares: Sequence[Sequence[int]]) -> list[Datums]:
+    """Each rank's datums; an empty list where it has none."""
+    if isinstance(data, DatumColumns):
+        cut = data.cut(shares)
+        return [own if places else [] for own, places in zip(cut, shares, strict=True)]
+    return [[data[place] for place in places] for places in shares]
 
 
 def _make_target(stored: Tensor, own: Tensor | None) -> Tensor:

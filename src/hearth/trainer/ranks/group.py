@@ -1,7 +1,8 @@
 """Messages between the ranks of one trainer, beside their weights and gradients.
 
-Rank 0 sends the next operation to the others, and all run it. Every collective has a time limit,
-except those that wait for rank 0: for the next operation, or until it has written a file.
+Rank 0 sends the next operation to the others, and all run it; each gets its own datums. Every
+collective has a time limit, except those that wait for rank 0: for the next operation, or until it
+has written a file.
 
 Everything between ranks is JSON or tensors; nothing is pickled. The store through which they find
 each other listens at the one address that they were given. It asks for no password, as torch's has
@@ -133,6 +134,21 @@ class RankGroup:
         dist.broadcast(length, 0, group=self._unlimited_group)
         message = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(message, 0, group=self._message_group)
+        return message.numpy().tobytes()
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a message to one rank, which calls ``receive_from``."""
+        dist.send(torch.tensor([len(message)]), rank, group=self._message_group)
+        if message:
+            dist.send(_as_tensor(message, len(message)), rank, group=self._message_group)
+
+    def receive_from(self, rank: int) -> bytes:
+        """The message that one rank sends to this one."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, rank, group=self._message_group)
+        message = torch.empty(int(length), dtype=torch.uint8)
+        if len(message):
+            dist.recv(message, rank, group=self._message_group)
         return message.numpy().tobytes()
 
     def run_on_first(self, function: Callable[[], R]) -> R:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hearth.errors import NumericsError
 from hearth.losses import GradientCounts
 from hearth.models.loading import LoadedModel
 from hearth.models.packed import PackedDecoder
@@ -59,19 +62,40 @@ class RankScorer(TargetScorer):
 
 @dataclass(frozen=True)
 class RankPass(Pass):
-    """One request, of which this rank computes a part; every rank has the whole result."""
+    """One request, of which this rank computes a part.
+
+    Rank 0 has all of its examples and makes the result; another rank has its share alone.
+    """
 
     scorer: RankScorer
     group: RankGroup = field(kw_only=True)
 
+    @cached_property
+    def shares(self) -> list[list[int]]:
+        """On rank 0: for each rank, the places of its examples, in rising order.
+
+        Examples that are trained and others are divided each by itself.
+        """
+        shares: list[list[int]] = [[] for _ in range(self.group.ranks)]
+        for is_trained in (True, False):
+            places = [place for place, is_one in enumerate(self._trained) if is_one == is_trained]
+            divided = assign_sequences(
+                [self.examples[place].tokens for place in places],
+                self.group.ranks,
+                shares_prefixes=self.scorer.shares_prefixes,
+            )
+            for share, own in zip(shares, divided, strict=True):
+                share += [places[place] for place in own]
+        return [sorted(share) for share in shares]
+
     @torch.no_grad()
     def forward(self) -> PassResult:
-        """Logprobs, loss and metrics of the whole request, without a gradient.
+        """Logprobs, loss and metrics of the examples, without a gradient.
 
         Raises:
             NumericsError: a logprob is not finite, on any rank.
         """
-        return self._make_result(self._sum_logprobs(self._score(self.examples)))
+        return self._make_result(self._collect_logprobs(self._score(self._own)))
 
     def forward_backward(self, kept: KeptGraph | None = None) -> tuple[PassResult, GradientCounts]:
         """As ``forward``; adds the loss's gradient to the parameters' parts and counts all ranks.
@@ -83,8 +107,8 @@ class RankPass(Pass):
             NumericsError: a logprob is not finite, on any rank; the gradient stays.
         """
         is_trained = self._trained
-        batches = self._make_own_batches(
-            [example for example in self.examples if is_trained[example.index]]
+        batches = self._make_batches(
+            [example for example in self._own if is_trained[example.index]]
         )
         values = self._make_buffer()
         own = GradientCounts()
@@ -94,23 +118,21 @@ class RankPass(Pass):
                 own += self._train(batch, values)
         with torch.no_grad():
             values += self._score(
-                [example for example in self.examples if not is_trained[example.index]]
+                [example for example in self._own if not is_trained[example.index]]
             )
         total = self.group.reduce_sum(torch.tensor([own.tokens, own.sequences]))
         tokens, sequences = total.tolist()
-        return self._make_result(self._sum_logprobs(values)), GradientCounts(tokens, sequences)
+        return self._make_result(self._collect_logprobs(values)), GradientCounts(tokens, sequences)
 
-    def _make_own_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        """This rank's batches, and blank ones up to the largest number of any rank."""
-        if not examples:
-            return []
-        by_rank = assign_sequences(
-            [example.tokens for example in examples],
-            self.group.ranks,
-            shares_prefixes=self.scorer.shares_prefixes,
-        )
-        own = [examples[place] for place in by_rank[self.group.rank]]
-        batches = list(self.scorer.batches(own, self.token_budget, self.limits))
+    @property
+    def _own(self) -> Sequence[Example]:
+        if self.group.rank:
+            return self.examples
+        return [self.examples[place] for place in self.shares[0]]
+
+    def _make_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        """Batches of this rank's examples, and blank ones up to the largest number of any rank."""
+        batches = list(self.scorer.batches(examples, self.token_budget, self.limits))
         missing = self.group.reduce_max(len(batches)) - len(batches)
         if missing:
             (blank,) = self.scorer.batches([_make_blank_example()], self.token_budget, self.limits)
@@ -118,9 +140,9 @@ class RankPass(Pass):
         return batches
 
     def _score(self, examples: Sequence[Example]) -> Tensor:
-        """Logprobs of this rank's share of the examples, which are the same on all ranks."""
+        """Logprobs of some of this rank's examples [C + 1], 0 elsewhere."""
         values = self._make_buffer()
-        for batch in self._make_own_batches(examples):
+        for batch in self._make_batches(examples):
             with self.scorer.replaying(batch.routing):
                 logprobs = self.scorer.model.run(lambda batch=batch: self._score_batch(batch))
             if not _is_blank(batch):
@@ -157,11 +179,27 @@ class RankPass(Pass):
         with torch.no_grad():
             return scored, self._score_places(states, batch, rest)
 
-    def _sum_logprobs(self, values: Tensor) -> Tensor:
-        """The logprobs of all ranks; ``values`` are 0 where this rank scored nothing."""
-        values = self.group.reduce_sum(values)
-        self._check_finite(values)
+    def _collect_logprobs(self, values: Tensor) -> Tensor:
+        """On rank 0 the logprobs of all ranks, on every other one its own."""
+        is_finite = bool(torch.isfinite(values).all())
+        if self.group.rank:
+            self.group.send(0, values[:-1].numpy().tobytes())
+        else:
+            for rank, places in enumerate(self.shares):
+                if rank:
+                    self._take_logprobs(values, self.group.receive_from(rank), places)
+        if self.group.reduce_max(not is_finite):
+            self._check_finite(values)
+            raise NumericsError("a logprob of the model must be finite, got others on another rank")
         return values
+
+    def _take_logprobs(self, values: Tensor, received: bytes, places: Sequence[int]) -> None:
+        """Write another rank's logprobs, those of the examples at ``places``, into ``values``."""
+        numbers = torch.from_numpy(np.frombuffer(received, np.float32).copy())
+        sizes = [self.examples[place].targets.numel() for place in places]
+        starts = self._starts.tolist()
+        for place, part in zip(places, numbers.split(sizes), strict=True):
+            values[starts[place] : starts[place] + len(part)] = part
 
 
 def assign_sequences(
@@ -171,8 +209,7 @@ def assign_sequences(
 
     The longest go first, each to the rank with the fewest tokens, so that no rank has more than a
     fair share plus the longest piece. Where a pass computes a common prefix once
-    (``shares_prefixes``), sequences with one stay together, up to a fair share. The result is the
-    same on all ranks.
+    (``shares_prefixes``), sequences with one stay together, up to a fair share.
     """
     lengths = [sequence.numel() for sequence in sequences]
     if shares_prefixes:
