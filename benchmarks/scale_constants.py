@@ -260,6 +260,7 @@ def answer(new_tokens: int) -> bytes:
         max_tokens=new_tokens,
         logprobs=True,
         logprob_format="arrays",
+        encoding="base64",
         raw_output=True,
         perf_metrics_in_response=True,
     )
