@@ -2,11 +2,12 @@
 
 Each part runs in a process of its own. *save*: a trainer of so many ranks saves bases, then deltas,
 each one optimizer step after the one before. *load*: a deployment of so many replicas loads what
-one rank has saved, while every replica samples a long completion (``running_requests="keep"``). The
-*pause* is the longest time between two tokens of one completion; the time of a usual token stands
-beside it. *Memory* is what the part's processes have of their own and share with each other (pages
-of files, which the system may drop, do not count): at rest before the syncs, and the most during
-one kind of sync.
+the most ranks have saved, while every replica samples a long completion
+(``running_requests="keep"``). *sync*: a save and its load together, of a base through files and of
+one that the ranks send without (``direct``). The *pause* is the longest time between two tokens of
+one completion; the time of a usual token stands beside it. *Memory* is what the part's processes
+have of their own and share with each other (pages of files, which the system may drop, do not
+count): at rest before the syncs, and the most during one kind of sync.
 
     python benchmarks/weight_sync_ranks.py --shapes 0.1b --ranks 1,2,4 --replicas 1,2 --rounds 4
 
@@ -171,8 +172,9 @@ def measure(part: Part, run: Callable[[], int]) -> None:
     part.peak_mb = max(part.peak_mb, memory.most_mb)
 
 
-def save(root: Path, ranks: int, rounds: int, learning_rate: float) -> list[Part]:
-    """Save bases and deltas with a trainer of so many ranks, into a bucket of its own."""
+@contextlib.contextmanager
+def open_trainer(root: Path, ranks: int) -> Iterator[TrainerEngine]:
+    """A trainer of so many ranks, with a bucket of its own."""
     sidecars = LocalSidecars(root / f"sidecars-{ranks}")
     options = TrainerWorkerOptions.from_values(
         {
@@ -193,9 +195,24 @@ def save(root: Path, ranks: int, rounds: int, learning_rate: float) -> list[Part
     )
     made = start_ranks(sidecars, options) if ranks > 1 else None
     engine = made or TrainerEngine(**options.engine_arguments())
+    try:
+        yield engine
+    finally:
+        engine.close()
+        sidecars.close()
+
+
+def save(root: Path, ranks: int, rounds: int, learning_rate: float) -> list[Part]:
+    """Save bases and deltas with a trainer of so many ranks."""
+    with open_trainer(root, ranks) as engine:
+        return save_with(engine, root / "buckets" / f"ranks-{ranks}", rounds, learning_rate)
+
+
+def save_with(engine: TrainerEngine, folder: Path, rounds: int, learning_rate: float) -> list[Part]:
+    """Save bases and deltas into ``folder``."""
+    ranks = int(folder.name.removeprefix("ranks-"))
     model_id = engine.create_model()
     rng = np.random.default_rng(0)
-    folder = root / "buckets" / f"ranks-{ranks}"
 
     def step() -> None:
         engine.forward_backward(model_id, [datum(rng, TOKENS) for _ in range(ranks)])
@@ -207,16 +224,12 @@ def save(root: Path, ranks: int, rounds: int, learning_rate: float) -> list[Part
         return sum(file.stat().st_size for file in (folder / identity).iterdir())
 
     parts = [Part(f"save, {ranks} ranks", kind) for kind in ("base", "delta")]
-    try:
+    step()
+    for number in range(rounds):
+        measure(parts[0], lambda number=number: save_as(f"base-{number}", "base"))
+    for number in range(rounds):
         step()
-        for number in range(rounds):
-            measure(parts[0], lambda number=number: save_as(f"base-{number}", "base"))
-        for number in range(rounds):
-            step()
-            measure(parts[1], lambda number=number: save_as(f"delta-{number}", "delta"))
-    finally:
-        engine.close()
-        sidecars.close()
+        measure(parts[1], lambda number=number: save_as(f"delta-{number}", "delta"))
     return parts
 
 
@@ -301,8 +314,9 @@ def open_backend(root: Path, engine: str, replicas: int) -> Iterator[InferenceBa
 
 
 def load(root: Path, engine: str, replicas: int, rounds: int) -> list[Part]:
-    """Load what one rank has saved."""
-    store = FolderBuckets(root / "buckets").bucket("ranks-1")
+    """Load what the most ranks have saved."""
+    saved = max(int(path.name.removeprefix("ranks-")) for path in (root / "buckets").iterdir())
+    store = FolderBuckets(root / "buckets").bucket(f"ranks-{saved}")
     name = f"load, {engine}, {replicas} replicas"
     parts = [Part(name, kind) for kind in ("base", "delta")]
     with open_backend(root, engine, replicas) as backend:
@@ -341,6 +355,41 @@ def load(root: Path, engine: str, replicas: int, rounds: int) -> list[Part]:
     return parts
 
 
+def sync_directly(root: Path, ranks: int, replicas: int, rounds: int) -> list[Part]:
+    """Save with a trainer and load at once, through files and without."""
+    store = FolderBuckets(root / "buckets").bucket(f"ranks-{ranks}")
+    name = f"sync, {ranks} ranks to {replicas} replicas"
+    parts = [Part(name, kind) for kind in ("base", "direct")]
+    with open_trainer(root, ranks) as engine, open_backend(root, "vllm", replicas) as backend:
+        model_id = engine.create_model()
+        streams = [Stream(backend, number) for number in range(replicas)]
+        for stream in streams:
+            stream.wait_for_tokens(20)
+        for number, part in itertools.product(range(rounds), parts):
+            identity = f"sync-{part.kind}-{number}"
+
+            def sync(identity: str = identity, part: Part = part) -> int:
+                kind: Any = part.kind
+                engine.save_for_sampler(model_id, identity, kind)
+                state = backend.hot_load(
+                    identity, lambda: store.open(identity), running_requests="keep"
+                ).result(timeout=600)
+                if state.error is not None:
+                    raise SystemExit(state.error)
+                return sum(file.stat().st_size for file in store.folder(identity).iterdir())
+
+            start_s = time.perf_counter()
+            measure(part, sync)
+            for stream in streams:
+                stream.wait_for_tokens(8)
+            part.pause_s.append(max(max(stream.gaps(start_s)) for stream in streams))
+            usual = [gap for stream in streams for gap in stream.gaps(0.0)]
+            part.token_s.append(statistics.median(usual))
+        for stream in streams:
+            stream.stop()
+    return parts
+
+
 def run_part(arguments: list[str]) -> list[Part]:
     """The parts that a process of its own measured."""
     command = [sys.executable, __file__, *arguments]
@@ -360,7 +409,7 @@ def main() -> None:
     """Measure and write the table; with ``--part`` one part, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="0.1b")
-    parser.add_argument("--ranks", default="1,2,4", help="1 must be among them to load")
+    parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--replicas", default="1,2", help="of vLLM; empty measures no loading")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-6)
@@ -372,6 +421,8 @@ def main() -> None:
         root = options.folder
         if what == "save":
             parts = save(root, int(rest[0]), options.rounds, options.learning_rate)
+        elif what == "sync":
+            parts = sync_directly(root, int(rest[0]), int(rest[1]), options.rounds)
         else:
             parts = load(root, rest[0], int(rest[1]), options.rounds)
         say(json.dumps([asdict(part) for part in parts]))
@@ -391,7 +442,10 @@ def main() -> None:
             if options.replicas:
                 works.append("load:embedded:1")
                 if os.environ.get(VLLM_PYTHON_VARIABLE):
-                    works += [f"load:vllm:{count}" for count in options.replicas.split(",")]
+                    counts = options.replicas.split(",")
+                    works += [f"load:vllm:{count}" for count in counts]
+                    both = itertools.product(options.ranks.split(","), counts)
+                    works += [f"sync:{ranks}:{count}" for ranks, count in both]
             for work in works:
                 for part in run_part(["--part", work, "--folder", name, *common]):
                     say(part.text())

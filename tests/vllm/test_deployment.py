@@ -160,6 +160,17 @@ def test_what_ranks_have_written_in_pieces_is_served(deployment, trainer):
         assert all(trainer.gap(choice) < TOLERANCE for choice in deployment.complete(n=4))
 
 
+def test_what_a_trainer_sends_without_files_is_served_by_both_replicas(deployment, trainer):
+    for _ in range(2):
+        trainer.step()
+        identity = trainer.save(f"sent-{next(_numbers)}", "direct")
+        files = [path.name for path in deployment.snapshots.folder(identity).iterdir()]
+        assert files == ["manifest.json"]
+        state = deployment.hot_load(identity)
+        assert state["current_snapshot_identity"] == identity, state
+        assert all(trainer.gap(choice) < TOLERANCE for choice in deployment.complete(n=16))
+
+
 def test_a_prompt_that_was_cached_is_computed_again_with_new_weights(deployment, trainer):
     prompt = [*PROMPT, *([11, 12, 13, 14] * 40)]
     deployment.complete(prompt=prompt, n=4, max_tokens=2)

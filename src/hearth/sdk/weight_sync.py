@@ -22,13 +22,14 @@ class WeightSyncer:
     """Saves snapshots of a policy and has a deployment serve them.
 
     ``lora_rank`` is by default the policy client's, or 0 where it has none; with a rank above 0
-    every snapshot is a base. ``running_requests`` decides about completions that run during a
+    every snapshot is a base. With ``first_checkpoint_type="direct"`` the trainer sends every
+    snapshot without files. ``running_requests`` decides about completions that run during a
     weight sync: they end on the old weights, and the weight sync waits for them (``drain``), or
     they continue under the new ones (``keep``), and name both versions.
 
     Raises:
-        ConfigError: ``first_checkpoint_type`` is neither ``base`` nor ``delta``, or
-            ``running_requests`` neither ``drain`` nor ``keep``.
+        ConfigError: ``first_checkpoint_type`` is none of ``base``, ``delta`` and ``direct``, or is
+            ``direct`` with an adapter, or ``running_requests`` is neither ``drain`` nor ``keep``.
     """
 
     # The parameters are the product documents'.
@@ -44,12 +45,18 @@ class WeightSyncer:
         lora_rank: int | None = None,
         running_requests: RunningRequests = "drain",
     ) -> None:
-        if first_checkpoint_type not in ("base", "delta"):
+        if first_checkpoint_type not in ("base", "delta", "direct"):
             raise ConfigError(
-                f"first_checkpoint_type must be 'base' or 'delta', got {first_checkpoint_type!r}"
+                "first_checkpoint_type must be 'base', 'delta' or 'direct', got "
+                f"{first_checkpoint_type!r}"
             )
         check_running_requests(running_requests)
         self.lora_rank = getattr(policy_client, "lora_rank", 0) if lora_rank is None else lora_rank
+        if first_checkpoint_type == "direct" and self.lora_rank > 0:
+            raise ConfigError(
+                "first_checkpoint_type must be 'base' for an adapter, got 'direct': an adapter is "
+                "small, and is sent by files"
+            )
         self._policy = policy_client
         self._deployments = deploy_mgr
         self._deployment_id = deployment_id
@@ -114,7 +121,8 @@ class WeightSyncer:
 
     def reset_delta_chain(self) -> None:
         """Make the next snapshot a base."""
-        self._chainless_type = "base"
+        if self._chainless_type != "direct":
+            self._chainless_type = "base"
         self._saved = None
         self._served = None
 
@@ -130,5 +138,7 @@ class WeightSyncer:
     def _choose_type(self) -> CheckpointType:
         if self.lora_rank > 0:
             return "base"
+        if self._chainless_type == "direct":
+            return "direct"
         is_chained = self._saved is not None and self._saved[0] == self._served
         return "delta" if is_chained else self._chainless_type

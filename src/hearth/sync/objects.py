@@ -89,11 +89,15 @@ class ObjectSnapshotStore(FolderSnapshotStore):
         return entries
 
     def finish(
-        self, place: str, snapshot: Snapshot, files: Mapping[str, Mapping[str, TensorEntry]]
+        self,
+        place: str,
+        snapshot: Snapshot,
+        files: Mapping[str, Mapping[str, TensorEntry]],
+        sender: Mapping[str, Any] | None = None,
     ) -> None:
         """Upload the manifest, with which the snapshot is there."""
         numbers = [_number_of(manifest) for manifest in self._list_manifests().values()]
-        manifest = self._make_manifest(snapshot)
+        manifest = self._make_manifest(snapshot, sender)
         content = render_manifest(manifest, 1 + max(numbers, default=0), files)
         self._objects.write(f"{place}/{MANIFEST_FILE}", content)
 

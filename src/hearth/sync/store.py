@@ -16,6 +16,7 @@ from torch import Tensor
 from hearth.errors import ConfigError, EngineError, NotFoundError, RequestError
 from hearth.files import explain_refusals, fsync
 from hearth.sync import delta
+from hearth.sync.direct import receive
 from hearth.sync.folders import remove_folder, write_draft
 from hearth.sync.manifest import (
     MANIFEST_FILE,
@@ -181,14 +182,21 @@ class FolderSnapshotStore:
         return entries
 
     def finish(
-        self, place: str, snapshot: Snapshot, files: Mapping[str, Mapping[str, TensorEntry]]
+        self,
+        place: str,
+        snapshot: Snapshot,
+        files: Mapping[str, Mapping[str, TensorEntry]],
+        sender: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the manifest; ``files`` has the entries of each file's tensors.
+
+        Without files ``sender`` says who sends the tensors (``sync.direct``).
 
         Raises:
             EngineError: it is a delta, and its parent is not kept.
         """
-        manifest = render_manifest(self._make_manifest(snapshot), next_number(self._root), files)
+        content = self._make_manifest(snapshot, sender)
+        manifest = render_manifest(content, next_number(self._root), files)
         with explain_refusals(Path(place)):
             (Path(place) / MANIFEST_FILE).write_bytes(manifest)
 
@@ -250,7 +258,9 @@ class FolderSnapshotStore:
             )
         return manifest
 
-    def _make_manifest(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _make_manifest(
+        self, snapshot: Snapshot, sender: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         manifest: dict[str, Any] = {
             "format": _FORMAT,
             "identity": snapshot.identity,
@@ -259,6 +269,8 @@ class FolderSnapshotStore:
             "created_s": snapshot.created_s,
             "metadata": dict(snapshot.metadata),
         }
+        if sender is not None:
+            manifest["sender"] = dict(sender)
         if snapshot.kind == "delta":
             return manifest | self._delta_fields(snapshot)
         return manifest | {"weights": _entries_of(snapshot)}
@@ -323,12 +335,19 @@ class FolderSnapshotStore:
 def _read_files(
     folder: Path, manifest: Mapping[str, Any], into: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The verified tensors of a snapshot's files: whole ones, or the parts of a delta.
+    """The verified tensors of a snapshot's files or sender: whole ones, or the parts of a delta.
 
     Raises:
-        EngineError: a file is missing or does not match the manifest.
+        EngineError: a file is missing or does not match the manifest, or the sender is lost.
+        NotFoundError: the sender has newer ones only.
     """
     files: Mapping[str, Mapping[str, TensorEntry]] = manifest["files"]
+    if (sender := manifest.get("sender")) is not None:
+        names = [name for own in sender["pieces"] for name in own]
+        whole, pieces = place_pieces(manifest["weights"], names, into)
+        receive(sender, manifest["identity"], pieces)
+        _check_received(manifest, whole)
+        return whole
     if manifest["kind"] == "delta":
         read = [read_tensors(folder, manifest, file) for file in files]
         return {name: part for parts in read for name, part in parts.items()}
@@ -337,6 +356,15 @@ def _read_files(
     for file, entries in files.items():
         read_tensors(folder, manifest, file, {name: pieces[name] for name in entries})
     return whole
+
+
+def _check_received(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    for name, found in fingerprints(tensors).items():
+        if found != (expected := manifest["weights"][name]):
+            raise EngineError(
+                f"tensor {name!r} of {manifest['identity']!r} must arrive as it was sent: expected "
+                f"{expected}, found {found}: sync again"
+            )
 
 
 class _UnreadTensors(Mapping[str, Tensor]):

@@ -30,7 +30,8 @@ from hearth.models.loading import (
     load_model,
 )
 from hearth.models.lora import LoraOptions, merge_tensors, read_adapter
-from hearth.sync.store import Snapshot, SnapshotStore
+from hearth.sync.direct import Sender
+from hearth.sync.store import FolderSnapshotStore, Snapshot, SnapshotStore
 from hearth.trainer.checkpoint import (
     CheckpointFacts,
     CheckpointFolder,
@@ -44,6 +45,7 @@ from hearth.trainer.datums import Datums, read_datums
 from hearth.trainer.options import AdapterStore, TrainerOptions
 from hearth.trainer.packing import Example, Limits
 from hearth.trainer.passes import KeptGraph, Pass, PassResult
+from hearth.trainer.ranks.publishing import Alone, Group, OwnPieces, PieceStore, take_pieces
 from hearth.trainer.residents import Resident, Residents, require_trainable
 from hearth.wire.tinker import AdamParams, CheckpointType, DatumColumns, Normalization
 
@@ -93,6 +95,11 @@ class TrainerEngine:
 
     keeps_graphs = True
     """Whether ``forward`` keeps a graph for which it is given a name."""
+
+    _writers: Group = Alone()
+    """The processes that write a snapshot together."""
+    _sender: Sender | None = None
+    """Made by the first snapshot that it sends."""
 
     def __init__(
         self,
@@ -365,17 +372,28 @@ class TrainerEngine:
         Of a LoRA model it is the adapter, or with ``merged_base`` the whole model with the adapter
         merged in. A ``delta`` is the difference to this model's last snapshot. Where there is none,
         after weights were loaded, and for a LoRA model, the snapshot is whole, and so is its kind.
+        ``direct`` has all weights and no files: while it is one of the newest, this trainer sends
+        them to whoever loads it (``sync.direct``).
 
         Raises:
             NumericsError: a weight is not finite; it is named, and nothing is put.
             RequestError: the identity is an invalid name or is taken, or an adapter on a tied
-                head cannot be merged.
+                head cannot be merged, or ``direct`` is asked of an adapter or of a trainer whose
+                snapshots stay in memory.
         """
         model = self._residents.get(model_id)
         facts: dict[str, Any] = {"step": model.steps, "user": dict(metadata or {})}
         if model.lora is None:
-            self._publish_weights(model, identity, facts, as_delta=kind == "delta")
+            if kind == "direct":
+                self._send_weights(model, identity, facts)
+            else:
+                self._publish_weights(model, identity, facts, as_delta=kind == "delta")
             return identity
+        if kind == "direct":
+            raise RequestError(
+                "checkpoint_type must be 'base' for an adapter, got 'direct': an adapter is small, "
+                "and is sent by files"
+            )
         is_merged = kind == "merged_base"
         tensors = self._merge_adapter(model) if is_merged else self._collect_whole(model)
         self._write_once(lambda: self._publish_adapter(model, identity, kind, tensors, facts))
@@ -489,6 +507,30 @@ class TrainerEngine:
         model.published.publish(
             self._snapshots, identity, self.name, tensors, facts, as_delta=as_delta
         )
+
+    def _send_weights(self, model: Resident, identity: str, facts: Mapping[str, Any]) -> None:
+        """Offer all weights to whoever loads the snapshot."""
+        if not isinstance(self._snapshots, FolderSnapshotStore):
+            raise RequestError(
+                "checkpoint_type must be 'base' where snapshots stay in memory, got 'direct': "
+                "choose placement 'process' or 'ray', without snapshot_store 'ray'"
+            )
+        own = self._take_pieces(model)
+        self._writers.run_on_all(lambda: check_finite(identity, own.tensors))
+        if self._sender is None:
+            self._sender = self._make_sender()
+            self._closing.append(self._sender.close)
+        store = PieceStore(self._snapshots, self._writers, own.layout, self._sender)
+        model.published.publish(store, identity, self.name, own.tensors, facts, as_delta=False)
+        # A delta would change the tensors that are sent.
+        model.published.forget()
+
+    def _take_pieces(self, model: Resident) -> OwnPieces:
+        """This rank's part of a model's weights, as snapshots have them."""
+        return take_pieces(model.tensors(), {}, self._writers)
+
+    def _make_sender(self) -> Sender:
+        return Sender("127.0.0.1", None, 0, 1)
 
     def _publish_adapter(
         self,

@@ -18,7 +18,7 @@ from hearth.wire.base import FiniteRecord, Record
 from hearth.wire.tensors import DType, Encoding, TensorRecord, encode
 
 Normalization = Literal["num_loss_tokens", "num_sequences", "none"]
-CheckpointType = Literal["base", "delta", "merged_base"]
+CheckpointType = Literal["base", "delta", "merged_base", "direct"]
 MOST_TAGS = 128
 """Of a session."""
 

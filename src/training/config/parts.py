@@ -21,7 +21,7 @@ from hearth.losses.policy_gradients import DRO
 from hearth.losses.sequence import GSPO
 from training.config.json_flag import JsonObject
 
-CheckpointType = Literal["base", "delta"]
+CheckpointType = Literal["base", "delta", "direct"]
 LoraTarget = Literal["attn", "mlp", "unembed"]
 """Linear layers that a LoRA adapter may change."""
 ResumeMode = Literal["auto", "never", "force"]
@@ -201,7 +201,7 @@ class WeightSyncConfig:
     dcp_timeout: float = DefaultFloat(2700.0)
     """Seconds that writing a checkpoint may take."""
     first_checkpoint_type: CheckpointType = "base"
-    """Kind of the first snapshot."""
+    """Kind of the first snapshot; with "direct" of all: trainers send them without files."""
 
 
 @dataclass(kw_only=True)
@@ -352,14 +352,14 @@ def merge_sync(
             (f"hotload.{oldest}", getattr(hotload, oldest)),
         )
 
-    delta = "delta" in (weight_sync.first_checkpoint_type, hotload.first_checkpoint_type)
+    kind = weight_sync.first_checkpoint_type
     return SyncSettings(
         interval=pick("weight_sync_interval", "hot_load_interval"),
         before_training=pick("weight_sync_before_training", "hot_load_before_training"),
         timeout_s=pick("weight_sync_timeout", "hot_load_timeout"),
         dcp_save_interval=pick("dcp_save_interval", "dcp_save_interval"),
         dcp_timeout_s=pick("dcp_timeout", "dcp_timeout"),
-        first_checkpoint_type="delta" if delta else "base",
+        first_checkpoint_type=hotload.first_checkpoint_type if kind == "base" else kind,
     )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hearth.errors import HearthError, RequestError, StorageError
 from hearth.sync import delta
 from hearth.sync.chain import Published, resolve
+from hearth.sync.direct import Sender
 from hearth.sync.manifest import fingerprints
 from hearth.sync.store import FolderSnapshotStore
 from hearth.trainer.ranks.group import RankGroup
@@ -61,11 +64,33 @@ def run(rank: int, folder: Path) -> None:
     weights["whole"] += 1
     publish("two", as_delta=True)
     check("two", "delta")
+    send_directly(group, store, weights)
     refuse("base", RequestError)
     refuse("../up", RequestError)
     fail_together(group)
-    assert group.run_on_first(store.names) == ["base", "one", "two"]
+    assert group.run_on_first(store.names) == ["base", "one", "two", "sent"]
     dist.destroy_process_group()
+
+
+def send_directly(
+    group: RankGroup, store: FolderSnapshotStore, weights: Mapping[str, Tensor]
+) -> None:
+    """What both ranks send arrives, and was in no file."""
+    first = Sender("127.0.0.1", None, 0, 2) if group.rank == 0 else None
+    port = group.run_on_first(lambda: first.port if first else 0)
+    sender = first or Sender("127.0.0.1", port, group.rank, 2)
+    shared = {**weights, "weight": distribute_tensor(weights["weight"], group.mesh, [Shard(0)])}
+    own = take_pieces(shared, STORED, group)
+    pieces = PieceStore(store, group, own.layout, sender)
+    Published().publish(pieces, "sent", "m", own.tensors, {}, as_delta=False)
+
+    def read() -> list[str]:
+        expected = {name: tensor.to(STORED[name]) for name, tensor in weights.items()}
+        assert delta.is_same(store.get("sent").tensors, expected)
+        return [path.name for path in store.folder("sent").iterdir()]
+
+    assert group.run_on_first(read) == ["manifest.json"]
+    sender.close()
 
 
 def fail_together(group: RankGroup) -> None:

@@ -211,6 +211,7 @@ def test_snapshots_and_deltas_are_the_whole_weights(trainer, checkpoints, ranks)
     delta = trainer.published(model, "second", "delta")
     with pytest.raises(RefusedError, match="identity must be new"):
         trainer.published(model, "first")
+    sent = trainer.published(model, "third", "direct")
     trainer.save_state(model, "published")
     trainer.unload(model)
 
@@ -221,6 +222,7 @@ def test_snapshots_and_deltas_are_the_whole_weights(trainer, checkpoints, ranks)
     }
     assert delta.keys() == saved.keys() == base.keys()
     assert all(torch.equal(delta[name], tensor) for name, tensor in saved.items())
+    assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
     assert any(not torch.equal(base[name], tensor) for name, tensor in saved.items())
     for name, kind in (("first", "base"), ("second", "delta")):
         files = {path.name for path in trainer.snapshots.folder(name).glob("*.safetensors")}

@@ -118,6 +118,17 @@ def test_full_parameters_send_a_base_first_and_then_deltas_on_what_is_served(
     assert sync.version == 3
 
 
+def test_direct_syncs_are_whole_also_after_one_was_refused(serving, syncer, policy):
+    sync = syncer(policy, first_checkpoint_type="direct")
+    sync.save_and_hotload("step-1")
+    sync.save_and_hotload("step-2")
+    sync.reset_delta_chain()
+    sync.save_and_hotload("step-3")
+
+    assert policy.kinds == ["direct"] * 3
+    assert predecessors(serving) == [None] * 3
+
+
 def test_lora_always_sends_its_whole_adapter(serving, syncer):
     policy = Policy(lora_rank=8)
     sync = syncer(policy)
@@ -217,9 +228,11 @@ def test_a_deployment_that_gets_no_replica_is_named(peer, answer, syncer):
         syncer(Policy()).wait_for_hotload_ready(timeout=0.05)
 
 
-def test_a_first_type_other_than_base_or_delta_is_refused(syncer):
+def test_a_first_type_that_there_is_not_or_that_an_adapter_would_ignore_is_refused(syncer):
     with pytest.raises(ConfigError, match="'merged'"):
         syncer(Policy(), first_checkpoint_type="merged")
+    with pytest.raises(ConfigError, match="must be 'base' for an adapter, got 'direct'"):
+        syncer(Policy(lora_rank=8), first_checkpoint_type="direct")
 
 
 @pytest.mark.parametrize(

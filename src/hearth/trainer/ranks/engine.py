@@ -23,6 +23,7 @@ from hearth.losses import BuiltinObjective
 from hearth.models.loading import DTYPES, LoadedModel, base_tensors
 from hearth.models.lora import merge_tensors
 from hearth.models.parallel import ShardedModel, Sharding, gather_tensors, return_freed_memory
+from hearth.sync.direct import Sender
 from hearth.sync.store import FolderSnapshotStore
 from hearth.trainer.checkpoint import (
     DATA,
@@ -39,7 +40,7 @@ from hearth.trainer.packing import Example, Limits
 from hearth.trainer.passes import Pass
 from hearth.trainer.ranks.group import RankGroup, decode, encode
 from hearth.trainer.ranks.passes import RankPass
-from hearth.trainer.ranks.publishing import PieceStore, take_pieces
+from hearth.trainer.ranks.publishing import OwnPieces, PieceStore, take_pieces
 from hearth.trainer.ranks.residents import RankResidents, require_sharded
 from hearth.trainer.residents import Resident, Residents, find_trainable
 from hearth.wire.tinker import DatumColumns
@@ -72,7 +73,7 @@ class RankEngine(TrainerEngine):
         *,
         memory: int | None = None,
     ) -> None:
-        self._group = group
+        self._writers = self._group = group
         self._memory = group.find_memory() if memory is None else memory
         self._offload = options.offload_optimizer
         self._on_broken = on_broken
@@ -198,7 +199,7 @@ class RankEngine(TrainerEngine):
     ) -> None:
         group, snapshots = self._group, self._snapshots
         assert isinstance(snapshots, FolderSnapshotStore), "ranks are given a folder of buckets"
-        own = take_pieces(model.tensors(), require_sharded(model.loaded).stored, group)
+        own = self._take_pieces(model)
         group.run_on_all(lambda: check_finite(identity, own.tensors))
         store = PieceStore(snapshots, group, own.layout)
         can_follow = as_delta and model.published.can_follow(store, identity, own.tensors)
@@ -211,6 +212,16 @@ class RankEngine(TrainerEngine):
             # What its own deltas sum up to differs by rank.
             as_delta=all(group.gather(can_follow)),
         )
+
+    def _take_pieces(self, model: Resident) -> OwnPieces:
+        return take_pieces(model.tensors(), require_sharded(model.loaded).stored, self._group)
+
+    def _make_sender(self) -> Sender:
+        group = self._group
+        first = Sender(group.address, None, 0, group.ranks) if group.rank == 0 else None
+        host = group.run_on_first(lambda: group.address)
+        port = group.run_on_first(lambda: first.port if first else 0)
+        return first or Sender(host, port, group.rank, group.ranks)
 
     def _write_once(self, write: Callable[[], None]) -> None:
         self._group.run_on_first(write)

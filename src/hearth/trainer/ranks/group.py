@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hearth.errors import EngineError, HearthError
 from hearth.models.lora import LoraOptions
+from hearth.sync.direct import find_address
 from hearth.wire.tinker import AdamParams, DatumColumns, DatumRecord
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Rendezvous:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=self.ranks, timeout=max(limit, _START)
         )
-        return RankGroup(rank, self.ranks, device, limit)
+        return RankGroup(rank, self.ranks, device, limit, find_address(self.host))
 
     def _listen(self) -> int:
         """The descriptor of a socket that listens at this address, and at no other."""
@@ -85,10 +86,7 @@ class Rendezvous:
 def find_interface(host: str) -> str | None:
     """The network interface through which this machine reaches a host; None where none does."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # a datagram socket: chooses the route, sends nothing
-            own = probe.getsockname()[0]
+        own = find_address(host)
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
@@ -100,7 +98,16 @@ def find_interface(host: str) -> str | None:
 class RankGroup:
     """This process as one of the ranks; one collective at a time."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, limit: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        limit: timedelta,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self.address = address
+        """Of this machine, where the other ranks reach it."""
         self.rank = rank
         self.ranks = ranks
         self.device = device

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hearth.sync.direct import Sender
 from hearth.sync.manifest import TensorEntry, check_name
 from hearth.sync.pieces import Span, join_sums, name_piece, sum_pieces
 from hearth.sync.snapshot import Snapshot
 from hearth.sync.store import FolderSnapshotStore
-from hearth.trainer.ranks.group import RankGroup
+
+R = TypeVar("R")
 
 Layout = Mapping[str, tuple[str, list[int]]]
 """The dtype and the shape of each whole tensor."""
@@ -31,7 +33,7 @@ class OwnPieces:
 
 
 def take_pieces(
-    tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], group: RankGroup
+    tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], group: Group
 ) -> OwnPieces:
     """What this rank publishes of tensors that ranks share; all ranks call it.
 
@@ -58,18 +60,58 @@ def take_pieces(
     return OwnPieces(pieces, layout)
 
 
+class Group(Protocol):
+    """What pieces need of the ranks (``ranks.group.RankGroup``)."""
+
+    rank: int
+
+    def run_on_first(self, function: Callable[[], R]) -> R:
+        """What the function returns or raises on rank 0, on all ranks."""
+        ...
+
+    def run_on_all(self, function: Callable[[], R]) -> list[R]:
+        """What the function returns on each rank, or raises on one of them, on all ranks."""
+        ...
+
+    def gather(self, value: R) -> list[R]:
+        """The values of all ranks."""
+        ...
+
+
+class Alone:
+    """One process, as a ``Group``."""
+
+    rank = 0
+
+    def run_on_first(self, function: Callable[[], R]) -> R:
+        """What the function returns."""
+        return function()
+
+    def run_on_all(self, function: Callable[[], R]) -> list[R]:
+        """What the function returns."""
+        return [function()]
+
+    def gather(self, value: R) -> list[R]:
+        """The value."""
+        return [value]
+
+
 class PieceStore:
     """A folder of snapshots to which all ranks put their pieces, at the same time.
 
-    It is a ``SnapshotStore``; errors are raised on all ranks.
+    It is a ``SnapshotStore``; errors are raised on all ranks. With a ``sender`` the pieces stay in
+    memory, from which it sends them, and the folder gets the manifest alone.
     """
 
     shares_tensors = False
 
-    def __init__(self, store: FolderSnapshotStore, group: RankGroup, layout: Layout) -> None:
+    def __init__(
+        self, store: FolderSnapshotStore, group: Group, layout: Layout, sender: Sender | None = None
+    ) -> None:
         self._store = store
         self._group = group
         self._layout = layout
+        self._sender = sender
 
     def put(self, snapshot: Snapshot) -> None:
         """Store a snapshot, of which each rank has its pieces."""
@@ -95,10 +137,16 @@ class PieceStore:
 
     def _write_own(self, place: str | None, snapshot: Snapshot) -> dict[str, Any]:
         entries: Mapping[str, TensorEntry] = {}
-        if place is not None:
+        if self._sender is not None:
+            self._sender.offer(snapshot.identity, snapshot.tensors)
+        elif place is not None:
             name = f"weights-{self._group.rank}"
             entries = self._store.write_file(place, name, snapshot.tensors)
-        return {"entries": entries, "sums": sum_pieces(snapshot.weights or {})}
+        return {
+            "entries": entries,
+            "names": list(snapshot.tensors),
+            "sums": sum_pieces(snapshot.weights or {}),
+        }
 
     def _finish(
         self,
@@ -116,6 +164,10 @@ class PieceStore:
         if place is None:
             self._store.require_same(whole)
             return
-        files = {f"weights-{rank}": own["entries"] for rank, own in enumerate(written)}
-        self._store.finish(place, whole, files)
+        if self._sender is not None:
+            sender = self._sender.describe([own["names"] for own in written])
+            self._store.finish(place, whole, {}, sender)
+        else:
+            files = {f"weights-{rank}": own["entries"] for rank, own in enumerate(written)}
+            self._store.finish(place, whole, files)
         stack.close()

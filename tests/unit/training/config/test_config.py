@@ -128,7 +128,7 @@ PROBLEMS = [
     ({"placement": "cloud"}, r"placement must be one of .*'ray'\], got 'cloud'"),
     (
         {"weight_sync": WeightSyncConfig(first_checkpoint_type="full")},
-        r"weight_sync.first_checkpoint_type must be one of \['base', 'delta'\], got 'full'",
+        r"weight_sync.first_checkpoint_type must be one of .*'delta', 'direct'\], got 'full'",
     ),
     (
         {"deployment": DeployConfig(tokenizer_model="t", weight_sync_scope="PER_DEPLOYMENT")},
