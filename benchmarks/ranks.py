@@ -188,7 +188,7 @@ def run_start(rank: int, given: argparse.Namespace) -> None:
     (folder / f"joined-{rank}").touch()
     wait_for(folder / "go")
     dtype = DTYPES[given.dtype]
-    sharding = Sharding(group.mesh, group.device, dtype, is_trained=True, offload=False)
+    sharding = Sharding(lambda _: group.mesh, group.device, dtype, is_trained=True, offload=False)
     with return_freed_memory():
         loaded = sharding.load(
             lambda shard: load_model(folder / "model", dtype=given.dtype, shard=shard)

@@ -156,8 +156,10 @@ def _describe_layout(layout: Layout) -> str:
         return "trainer and deployment on one GPU"
     each = f" of {layout.replica.gpus} GPUs" if layout.replica.gpus > 1 else ""
     ranks, replicas = _count(layout.trainer.ranks, "rank"), _count(layout.replicas, "replica")
+    copies = layout.trainer.copies
+    where = f", on {copies} machines that hold the weights each" if copies > 1 else ""
     return (
-        f"{ranks} of the trainer, {replicas}{each}, "
+        f"{ranks} of the trainer{where}, {replicas}{each}, "
         f"{layout.replicas * layout.replica.sequences} completions at a time"
     )
 

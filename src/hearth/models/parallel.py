@@ -90,6 +90,8 @@ class ShardedModel(LoadedModel):
     def reduce_gradients(self, *, is_last: bool) -> None:
         """Say before a backward pass whether it is the last one of a request."""
         self.root.set_requires_gradient_sync(is_last or not self.sums_whole)
+        # Between copies of the weights once a request, whatever it is within a copy.
+        self.root.set_requires_all_reduce(is_last)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Sharding:
     optimizer state stay in the host's memory. Weights go to ``device`` layer by layer.
     """
 
-    mesh: DeviceMesh
+    choose_mesh: Callable[[int], DeviceMesh]
+    """The ranks that share a model of so many parameters; of two dimensions, [copies, parts]."""
     device: torch.device
     """Where this rank computes."""
     dtype: torch.dtype
@@ -146,13 +149,14 @@ class Sharding:
             # transformers ties after loading; a weight of two layers must be divided as one.
             owner, _, name = target.rpartition(".")
             setattr(module.get_submodule(owner), name, module.get_parameter(source))
+        mesh = self.choose_mesh(sum(weight.numel() for weight in module.parameters()))
         root = _Root(module)
         layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
         for part in (*layers, root):
             # Also the root: otherwise its weights would stay whole, and stale, after a step.
             fully_shard(
                 part,
-                mesh=self.mesh,
+                mesh=mesh,
                 reshard_after_forward=True,
                 mp_policy=precision,
                 offload_policy=away,
@@ -224,7 +228,7 @@ def _check_experts(module: nn.Module) -> None:
     for name, weight in module.named_parameters():
         if weight.ndim < 3 or not isinstance(weight, DTensor) or not weight.is_meta:
             continue
-        ranks = weight.device_mesh.size()
+        ranks = _count_parts(weight)
         if -(-weight.shape[0] // ranks) * (ranks - 1) >= weight.shape[0]:
             raise _WholeError(f"{name} leaves a rank without any of its {weight.shape[0]} experts")
 
@@ -271,12 +275,29 @@ def gather_tensors(
     return gathered
 
 
+def count_copies(tensor: DTensor) -> int:
+    """How many ranks have the same part of a tensor."""
+    return tensor.device_mesh.size(0) if tensor.device_mesh.ndim == 2 else 1
+
+
+def is_first_copy(tensor: DTensor) -> bool:
+    """Whether this rank is the first of those that have the same part of a tensor."""
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "all ranks are in the mesh"
+    return tensor.device_mesh.ndim == 1 or place[0] == 0
+
+
+def _count_parts(tensor: DTensor) -> int:
+    """In how many parts a tensor is divided."""
+    return tensor.device_mesh.size() // count_copies(tensor)
+
+
 def _count_part(tensor: Tensor) -> int:
     """The bytes of the largest part of a tensor on any rank."""
     numel = tensor.numel()
     if isinstance(tensor, DTensor) and numel:
         rows = tensor.shape[0]
-        numel = numel // rows * -(-rows // tensor.device_mesh.size())
+        numel = numel // rows * -(-rows // _count_parts(tensor))
     return numel * tensor.element_size()
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hearth.planning.architecture import Architecture, LoraPart
-from hearth.planning.gradients import fits_whole_gradient
+from hearth.planning.gradients import TRAINED_BYTES, fits_one_machine, fits_whole_gradient
 
 Dtype = Literal["float32", "bfloat16"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
@@ -47,6 +47,10 @@ class TrainerSetting:
     dtype: Dtype = "bfloat16"
     """Of the weights; trained weights have float32 masters, gradients and moments."""
     ranks: int = 1
+    copies: int = 1
+    """Machines that hold a copy of the weights each, divided over the machine's ranks."""
+    reference_copies: int = 1
+    """The same, of the reference."""
     lora_rank: int | None = None
     """None trains all parameters."""
     lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
@@ -65,6 +69,11 @@ class TrainerSetting:
     """Whole snapshots in the trainer's memory; 0 if they go through folders."""
     is_fused: bool = False
     """Whether it uses the loops in C: a dense model in float32 on the CPU."""
+
+    @property
+    def parts(self) -> int:
+        """In how many parts ranks divide the weights."""
+        return self.ranks // self.copies
 
     @property
     def recomputes(self) -> bool:
@@ -140,9 +149,10 @@ def _if_full(num_bytes: int, setting: TrainerSetting) -> int:
 
 
 def _whole_sums(model: Architecture, setting: TrainerSetting) -> int:
-    """Gradients of earlier micro-batches, added up whole."""
-    is_whole = setting.ranks > 1 and setting.sums_whole
-    return _if_full(4 * model.parameters * is_whole, setting)
+    """Gradients of a request's earlier micro-batches: whole, or those of this machine's ranks."""
+    if setting.ranks > 1 and setting.sums_whole:
+        return _if_full(4 * model.parameters, setting)
+    return _if_full(4 * _share(model.parameters, setting.parts) * (setting.copies > 1), setting)
 
 
 def _gathered(model: Architecture, setting: TrainerSetting, *, layers: int) -> int:
@@ -198,12 +208,12 @@ def rank_state_bytes(model: Architecture, setting: TrainerSetting) -> dict[str, 
     if setting.ranks == 1:
         return state_bytes(model, setting)
     if setting.lora_rank is None:
-        trained = _share(model.parameters, setting.ranks)
-        moments = _share(_moment_bytes(model, setting), setting.ranks)
+        trained = _share(model.parameters, setting.parts)
+        moments = _share(_moment_bytes(model, setting), setting.parts)
         return {"weights": 4 * trained, "gradients": 4 * trained, "moments": moments}
     whole = state_bytes(model, setting)
     adapter = 4 * adapter_parameters(model, setting)
-    base = _share(ITEMSIZE[setting.dtype] * model.parameters, setting.ranks)
+    base = _share(ITEMSIZE[setting.dtype] * model.parameters, setting.parts)
     return whole | {"weights": base + adapter}
 
 
@@ -211,6 +221,25 @@ def choose_sums(model: Architecture, setting: TrainerSetting, memory: int) -> bo
     """What the trainer chooses for ``sums_whole`` on GPUs of so many bytes."""
     held = 0 if setting.offload_optimizer else sum(rank_state_bytes(model, setting).values())
     return fits_whole_gradient(model.parameters, held=held, memory=memory)
+
+
+def choose_copies(
+    model: Architecture, setting: TrainerSetting, memory: int, *, ranks_of_machine: int
+) -> TrainerSetting:
+    """With what trainer and reference choose for ``copies``, on GPUs of so many bytes."""
+    machines, rest = divmod(setting.ranks, ranks_of_machine)
+    if rest or machines < 2 or setting.offload_optimizer:
+        return setting
+
+    def count(bytes_each: int) -> int:
+        fits = fits_one_machine(
+            model.parameters, ranks=ranks_of_machine, bytes_each=bytes_each, memory=memory
+        )
+        return machines if fits else 1
+
+    frozen = ITEMSIZE[setting.dtype]
+    trained = TRAINED_BYTES if setting.lora_rank is None else frozen
+    return replace(setting, copies=count(trained), reference_copies=count(frozen))
 
 
 def reference_bytes(model: Architecture, setting: TrainerSetting) -> int:
@@ -374,7 +403,8 @@ def reference_share(model: Architecture, setting: TrainerSetting) -> int:
     """One rank's part of the reference's weights; 0 where it has none of its own."""
     if not setting.has_reference or setting.lora_rank is not None:
         return 0
-    return _share(ITEMSIZE[setting.dtype] * model.parameters, setting.ranks)
+    parts = setting.ranks // setting.reference_copies
+    return _share(ITEMSIZE[setting.dtype] * model.parameters, parts)
 
 
 def _working_bytes(model: Architecture, setting: TrainerSetting) -> int:
@@ -433,7 +463,8 @@ def host_bytes(
         # the new one, and of the two largest tensors twice, which are compared at the same time.
         whole = 2 * sent + delta * (trainer.dtype != "float32")
         whole += 4 * ITEMSIZE[trainer.dtype] * model.largest_tensor
-        sync += round(whole * machine.ranks / trainer.ranks)
+        # Of equal parts, the first rank's alone.
+        sync += round(whole * min(machine.ranks, trainer.parts) / trainer.parts)
     # All of vLLM's workers on a machine share the served weights and the new ones; Hearth's own
     # engine has them on the GPU.
     if machine.replicas:
@@ -447,5 +478,5 @@ def start_bytes(model: Architecture, setting: TrainerSetting) -> int:
     Each reads its part of the weights, and moves one after another to its GPU, where trained ones
     become float32.
     """
-    read = _share(ITEMSIZE[setting.dtype] * model.parameters, setting.ranks)
+    read = _share(ITEMSIZE[setting.dtype] * model.parameters, setting.parts)
     return read + reference_share(model, setting)

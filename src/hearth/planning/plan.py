@@ -22,6 +22,7 @@ from hearth.planning.memory import (
     OptimizerName,
     ReplicaSetting,
     TrainerSetting,
+    choose_copies,
     choose_sums,
     delta_bytes,
     host_bytes,
@@ -417,6 +418,7 @@ def _trainer(request: PlanRequest, *, ranks: int, room: int, kept: int = 0) -> T
         micro_batch_tokens=max(request.context, MICRO_BATCH_TOKENS),
     )
     memory = int(request.gpu_memory_gib * GIB)
+    plain = choose_copies(request.model, plain, memory, ranks_of_machine=GPUS_OF_A_MACHINE)
     plain = replace(plain, sums_whole=choose_sums(request.model, plain, memory))
     if _needs(request, plain) <= room:
         return plain

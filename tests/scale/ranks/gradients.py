@@ -1,4 +1,4 @@
-"""Ranks with so many bytes of memory each train a model: MODEL FOLDER RANKS MEMORY.
+"""Ranks with so many bytes of memory each train a model: MODEL FOLDER RANKS MEMORY MACHINES.
 
 Each rank writes how many bytes of gradients it held at most, rank 0 the metrics of the steps too.
 """
@@ -35,7 +35,10 @@ ADAM = AdamParams(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, grad_clip_norm
 
 
 def train(engine: Any) -> dict[str, list[float]]:
-    """Losses and gradient norms of some steps of a new policy; its state is saved as "trained"."""
+    """Losses and gradient norms of some steps of a new policy.
+
+    Its state is saved as "trained", loaded, and saved as "again"; its weights are "step-1".
+    """
     model = engine.create_model()
     losses: list[float] = []
     norms: list[float] = []
@@ -44,7 +47,10 @@ def train(engine: Any) -> dict[str, list[float]]:
             data = random_data(lengths, seed=10 * step + request)
             losses.append(engine.forward_backward(model, data).metrics["loss:sum"])
         norms.append(engine.optim_step(model, ADAM, "num_loss_tokens")["grad_norm"])
+        engine.save_for_sampler(model, f"step-{step}", "delta" if step else "base")
     engine.save_state(model, "trained", overwrite=True)
+    engine.load_state(model, "trained", with_optimizer=True)
+    engine.save_state(model, "again", overwrite=True)
     return {"losses": losses, "norms": norms}
 
 
@@ -72,6 +78,8 @@ class GradientMeter(TorchDispatchMode):
     def _find_gradients(self) -> Iterator[Tensor]:
         """Parts, whole ones, and those that are being sent."""
         for group in self._groups:
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
             for parameter in group.fsdp_params:
                 if parameter.sharded_param.grad is not None:
                     yield parameter.sharded_param.grad._local_tensor
@@ -96,10 +104,12 @@ class MeteredEngine(RankEngine):
         return super()._make_pass(**fields)
 
 
-def run_rank(rank: int, port: int, source: str, folder: Path, ranks: int, memory: int) -> None:
+def run_rank(rank: int, port: int, source: str, folder: Path, numbers: list[int]) -> None:
     """Train as one of the ranks, and write what was found."""
     setup_logging()
-    group = Rendezvous("127.0.0.1", port, ranks, 120.0).join(rank, torch.device("cpu"))
+    ranks, memory, machines = numbers
+    rendezvous, machine = Rendezvous("127.0.0.1", port, ranks, 120.0), f"machine-{rank % machines}"
+    group = rendezvous.join(rank, torch.device("cpu"), machine)
     options = TrainerWorkerOptions(
         buckets=str(folder / "buckets"),
         bucket="bucket",
@@ -127,17 +137,17 @@ def run_rank(rank: int, port: int, source: str, folder: Path, ranks: int, memory
 
 
 def main() -> None:
-    source, folder, ranks, memory = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
+    source, folder, numbers = sys.argv[1], Path(sys.argv[2]), [*map(int, sys.argv[3:])]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     torch.set_num_threads(1)
     children: list[int] = []
-    for rank in range(1, ranks):
+    for rank in range(1, numbers[0]):
         if (child := os.fork()) == 0:
-            run_rank(rank, port, source, folder, ranks, memory)
+            run_rank(rank, port, source, folder, numbers)
             os._exit(0)
         children.append(child)
-    run_rank(0, port, source, folder, ranks, memory)
+    run_rank(0, port, source, folder, numbers)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert not any(codes), codes
 

@@ -82,7 +82,11 @@ def run_rank(rank: int, folder: Path, ranks: int) -> None:
     for source in sorted(path for path in folder.iterdir() if path.is_dir()):
         for dtype, is_trained in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
             sharding = Sharding(
-                mesh, torch.device("cpu"), DTYPES[dtype], is_trained=is_trained, offload=False
+                lambda _: mesh,
+                torch.device("cpu"),
+                DTYPES[dtype],
+                is_trained=is_trained,
+                offload=False,
             )
             parts = sharding.load(
                 lambda shard, source=source, dtype=dtype: load_model(

@@ -14,7 +14,8 @@ import torch
 from tests.scale.ranks.gradients import MICRO_BATCH_TOKENS, train
 from tests.scale.ranks.trainers import assert_close, checkpoint_tensors, write_model
 
-from hearth.sync.store import MemorySnapshotStore
+from hearth.sync.chain import resolve
+from hearth.sync.store import FolderBuckets, MemorySnapshotStore
 from hearth.trainer.engine import TrainerEngine
 from hearth.trainer.options import TrainerOptions
 
@@ -53,16 +54,38 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(metrics, checkpoint_tensors(folder, "trained"), [], "")
 
 
-def train_on_ranks(model: Path, folder: Path, ranks: int, memory: int) -> Trained:
+def train_on_ranks(
+    model: Path, folder: Path, ranks: int, memory: int, machines: int = 1
+) -> Trained:
     folder.mkdir()
     command = [sys.executable, "-m", "tests.scale.ranks.gradients", str(model), str(folder)]
     ran = subprocess.run(
-        [*command, str(ranks), str(memory)], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, str(ranks), str(memory), str(machines)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     state = checkpoint_tensors(folder / "checkpoints", "trained")
+    again = checkpoint_tensors(folder / "checkpoints", "again")
+    assert again.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.items())
+    published = resolve(FolderBuckets(folder / "buckets").bucket("bucket"), "step-1").tensors
+    weights = {f"weights/{name}": tensor for name, tensor in published.items()}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in weights.items())
+    assert len(weights) == sum(name.startswith("weights/") for name in state)
     return Trained(found[0], state, [rank["peak"] for rank in found], ran.stderr)
+
+
+def assert_same(found: Trained, alone: Trained) -> None:
+    """The numbers of one process, to 1e-5."""
+    assert found.metrics["norms"] == pytest.approx(alone.metrics["norms"], rel=1e-5)
+    # A loss is a sum of terms of either sign.
+    largest = max(map(abs, alone.metrics["losses"]))
+    assert found.metrics["losses"] == pytest.approx(alone.metrics["losses"], abs=1e-5 * largest)
+    assert_close(found.state, alone.state)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -73,11 +96,7 @@ def test_gradients_in_parts_have_the_numbers_of_whole_ones_in_a_fraction_of_the_
     parts = train_on_ranks(model, tmp_path / "parts", ranks, NONE)
 
     for found in (whole, parts):
-        assert found.metrics["norms"] == pytest.approx(alone.metrics["norms"], rel=1e-5)
-        # A loss is a sum of terms of either sign.
-        largest = max(map(abs, alone.metrics["losses"]))
-        assert found.metrics["losses"] == pytest.approx(alone.metrics["losses"], abs=1e-5 * largest)
-        assert_close(found.state, alone.state)
+        assert_same(found, alone)
     assert "are added up whole on each rank, and reduced once a request" in whole.log
     assert "are added up in parts, and reduced in each one" in parts.log
 
@@ -99,3 +118,29 @@ def test_the_same_memory_leaves_the_same_bits(model, tmp_path):
 
     assert first.metrics["norms"] == again.metrics["norms"]
     assert all(torch.equal(value, again.state[name]) for name, value in first.state.items())
+
+
+def test_machines_that_hold_copies_have_the_numbers_of_one_process(model, alone, tmp_path):
+    """Four ranks as two on each of two machines; a checkpoint has every part once."""
+    total = 4 * sum(
+        value.numel() for name, value in alone.state.items() if name.startswith("weights/")
+    )
+    copies = train_on_ranks(model, tmp_path / "copies", 4, AMPLE, machines=2)
+    # Parts of half a model, with their gradients and moments, and no whole gradient.
+    tight = train_on_ranks(model, tmp_path / "tight", 4, 5 * total, machines=2)
+    divided = train_on_ranks(model, tmp_path / "divided", 4, 3 * total, machines=2)
+
+    for found in (copies, tight, divided):
+        assert_same(found, alone)
+    says = "trained weights are divided over the 2 ranks of each of 2 machines, which hold copies"
+    assert says in copies.log
+    assert says in tight.log
+    assert says not in divided.log
+    assert "are added up whole" in copies.log
+    assert "are added up in parts" in tight.log
+    written = sum(
+        path.stat().st_size
+        for path in (tmp_path / "copies/checkpoints/trained").rglob("*.safetensors")
+    )
+    # Weights and two moments once, and headers.
+    assert 3 * total < written < 4 * total

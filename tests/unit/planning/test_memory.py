@@ -21,11 +21,13 @@ from hearth.models.packed import PackedDecoder
 from hearth.models.sizes import read_architecture
 from hearth.planning.architecture import Architecture
 from hearth.planning.memory import (
+    GIB,
     LOGIT_BUDGET,
     Machine,
     ReplicaSetting,
     TrainerSetting,
     activation_bytes_per_token,
+    choose_copies,
     delta_bytes,
     host_bytes,
     logit_bytes,
@@ -261,6 +263,44 @@ def test_what_is_offloaded_is_the_hosts() -> None:
         for each in (away, near)
     )
     assert kept - published == 4 * freed
+
+
+def test_machines_hold_a_copy_each_where_half_of_their_ranks_memory_has_room() -> None:
+    memory = 80 * GIB
+
+    def choose(parameters: int, setting: TrainerSetting) -> tuple[int, int]:
+        model = replace(QWEN_8B, parameters=parameters)
+        chosen = choose_copies(model, setting, memory, ranks_of_machine=8)
+        return chosen.copies, chosen.reference_copies
+
+    full, adapter = TrainerSetting(ranks=16), TrainerSetting(ranks=16, lora_rank=16)
+    # Half of eight GPUs: 320 GiB, of 16 bytes if trained and 2 if frozen.
+    assert choose(20 * GIB, full) == (2, 2)
+    assert choose(20 * GIB + 8, full) == (1, 2)
+    assert choose(160 * GIB, adapter) == (2, 2)
+    assert choose(160 * GIB + 8, adapter) == (1, 1)
+    for apart in (
+        TrainerSetting(ranks=8),
+        TrainerSetting(ranks=12),
+        replace(full, offload_optimizer=True),
+    ):
+        assert choose(GIB, apart) == (1, 1)
+
+
+def test_a_copy_is_divided_over_the_ranks_of_one_machine() -> None:
+    setting = TrainerSetting(ranks=16, copies=2, has_reference=True, sums_whole=False)
+    alone = replace(setting, ranks=8, copies=1)
+
+    assert rank_state_bytes(QWEN_8B, setting) == rank_state_bytes(QWEN_8B, alone)
+    # The reference is not copied, and the sums of a request wait for those of the other machine.
+    more = sum(trainer_bytes(QWEN_8B, setting).values())
+    more -= sum(trainer_bytes(QWEN_8B, alone).values())
+    assert more == pytest.approx((4 - 1) * QWEN_8B.parameters / 8, abs=16)
+    held, expected = (
+        host_bytes(QWEN_8B, each, ReplicaSetting(), Machine(8, 0), learning_rate=1e-5)["sync"]
+        for each in (setting, alone)
+    )
+    assert held == expected
 
 
 def test_at_the_start_the_ranks_of_a_machine_read_the_model_once_and_the_reference_once() -> None:

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hearth.errors import HearthError
 from hearth.losses import BuiltinObjective
 from hearth.models.loading import DTYPES, LoadedModel, base_tensors
 from hearth.models.lora import merge_tensors
 from hearth.models.parallel import ShardedModel, Sharding, gather_tensors, return_freed_memory
+from hearth.planning.gradients import TRAINED_BYTES, fits_one_machine
 from hearth.sync.direct import Sender
 from hearth.sync.store import FolderSnapshotStore
 from hearth.trainer.checkpoint import (
@@ -133,13 +135,30 @@ class RankEngine(TrainerEngine):
 
     def _load_parts(self, *, is_trained: bool) -> ShardedModel:
         sharding = Sharding(
-            self._group.mesh,
+            lambda parameters: self._choose_mesh(parameters, is_trained=is_trained),
             self._group.device,
             DTYPES[self.options.dtype],
             is_trained=is_trained,
             offload=self._offload,
         )
         return sharding.load(self.read_base)
+
+    def _choose_mesh(self, parameters: int, *, is_trained: bool) -> DeviceMesh:
+        """All ranks, or where the ranks of one machine have room for the model, those of each."""
+        mesh = self._group.machines_mesh
+        if mesh is None or self._offload:
+            return self._group.mesh
+        size = TRAINED_BYTES if is_trained else DTYPES[self.options.dtype].itemsize
+        machines, ranks = mesh.shape
+        if not fits_one_machine(parameters, ranks=ranks, bytes_each=size, memory=self._memory):
+            return self._group.mesh
+        logger.info(
+            "%s weights are divided over the %d ranks of each of %d machines, which hold copies",
+            "trained" if is_trained else "frozen",
+            ranks,
+            machines,
+        )
+        return mesh
 
     def _make_residents(self, load: Callable[[], LoadedModel]) -> Residents:
         return RankResidents(

@@ -51,8 +51,10 @@ class Rendezvous:
     timeout_s: float
     """How long the ranks wait for one of them in an operation."""
 
-    def join(self, rank: int, device: torch.device) -> RankGroup:
+    def join(self, rank: int, device: torch.device, machine: str | None = None) -> RankGroup:
         """Connect to all other ranks, as rank number ``rank``.
+
+        Ranks with the same name of their ``machine``, the host's where it is None, share one.
 
         Raises:
             RuntimeError: torch's, where a rank did not connect in time.
@@ -75,7 +77,7 @@ class Rendezvous:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=self.ranks, timeout=max(limit, _START)
         )
-        return RankGroup(rank, self.ranks, device, limit, find_address(self.host))
+        return RankGroup(rank, self.ranks, device, limit, find_address(self.host), machine)
 
     def _listen(self) -> int:
         """The descriptor of a socket that listens at this address, and at no other."""
@@ -105,6 +107,7 @@ class RankGroup:
         device: torch.device,
         limit: timedelta,
         address: str = "127.0.0.1",
+        machine: str | None = None,
     ) -> None:
         self.address = address
         """Of this machine, where the other ranks reach it."""
@@ -117,6 +120,30 @@ class RankGroup:
         # Separate from weights and gradients: the message of a rank that failed must not be taken
         # for its part of them.
         self._message_group = _make_group(backend="gloo", timeout=limit)
+        self._machine = machine or socket.gethostname()
+        self.machines_mesh = self._make_machines_mesh(limit)
+        """Ranks as [machines, ranks of each]: None on one machine, or where machines have one rank
+        each or not equally many."""
+
+    def _make_machines_mesh(self, limit: timedelta) -> DeviceMesh | None:
+        machines: dict[str, list[int]] = {}
+        for rank, machine in enumerate(self.gather(self._machine)):
+            machines.setdefault(machine, []).append(rank)
+        rows = list(machines.values())
+        if len(rows) == 1 or {len(row) for row in rows} != {len(rows[0])} or len(rows[0]) == 1:
+            return None
+        # Every rank makes all groups, in the same order, and keeps its own two.
+        copies, parts = (
+            [
+                group
+                for members in lines
+                if (group := _make_group(ranks=list(members), timeout=limit)) is not None
+            ]
+            for lines in (zip(*rows, strict=True), rows)
+        )
+        return DeviceMesh.from_group(
+            [*copies, *parts], self.device.type, rows, mesh_dim_names=("machines", "ranks")
+        )
 
     def find_memory(self) -> int:
         """Bytes of memory for each rank: of its GPU, or its share of its machine's; the least."""
@@ -124,7 +151,7 @@ class RankGroup:
             memory = torch.cuda.get_device_properties(self.device).total_memory
         else:
             memory = psutil.virtual_memory().total
-        place = f"{socket.gethostname()} {self.device}"
+        place = f"{self._machine} {self.device}"
         return self.reduce_min(memory // self.gather(place).count(place))
 
     def broadcast(self, message: bytes) -> None:
@@ -253,11 +280,10 @@ def _find_error(name: str) -> type[HearthError]:
     return next((known for known in classes if known.__name__ == name), EngineError)
 
 
-def _make_group(**options: Any) -> dist.ProcessGroup:
-    """A group of all ranks, with connections of its own."""
+def _make_group(**options: Any) -> Any:
+    """A group of ranks with connections of its own, all by default; None on ranks outside of it."""
     group = dist.new_group(**options)
-    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-    return group
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 _Tagged = tuple[str, Any]

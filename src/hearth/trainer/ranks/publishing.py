@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hearth.models.parallel import is_first_copy
 from hearth.sync.direct import Sender
 from hearth.sync.manifest import TensorEntry, check_name
 from hearth.sync.pieces import Span, join_sums, name_piece, sum_pieces
@@ -37,13 +38,14 @@ def take_pieces(
 ) -> OwnPieces:
     """What this rank publishes of tensors that ranks share; all ranks call it.
 
-    Of a sharded tensor it has its rows in the ``stored`` dtype, of a whole one rank 0 has all.
+    Of a sharded tensor it has its rows in the ``stored`` dtype, unless an earlier rank has the same
+    ones; of a whole one rank 0 has all.
     """
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         part = tensor.detach()
         if isinstance(part, DTensor):
-            part = part.to_local()
+            part = part.to_local() if is_first_copy(part) else part.to_local()[:0]
         elif group.rank > 0:
             part = part[:0]
         parts[name] = part.to(stored.get(name, part.dtype)).reshape(-1)

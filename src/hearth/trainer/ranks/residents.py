@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from hearth.errors import ConfigError
 from hearth.models.loading import LoadedModel, LoraOptions
-from hearth.models.parallel import ShardedModel, local_parts, return_freed_memory
-from hearth.planning.gradients import fits_whole_gradient
+from hearth.models.parallel import ShardedModel, count_copies, local_parts, return_freed_memory
+from hearth.planning.gradients import TRAINED_BYTES, fits_whole_gradient
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
 from hearth.trainer.options import TrainerOptions
@@ -31,8 +31,6 @@ from hearth.trainer.residents import Resident, Residents, find_trainable
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_TRAINED_COPIES = 4
-"""A trained weight's part, its gradient and its two moments, all float32."""
 
 
 class RankResidents(Residents):
@@ -90,7 +88,8 @@ class RankResidents(Residents):
         loaded = require_sharded(policy.loaded)
         frozen = {id(model.loaded): model.loaded for model in self._models.values()}
         del frozen[id(loaded)]
-        held = _TRAINED_COPIES * loaded.part_bytes
+        # Parts of trained weights are float32, 4 bytes.
+        held = TRAINED_BYTES // 4 * loaded.part_bytes
         held += sum(require_sharded(model).part_bytes for model in frozen.values())
         held = 0 if self._offload else held
         parameters = loaded.num_parameters
@@ -178,9 +177,11 @@ class RankOptimizer(Optimizer):
 
     def _compute_norm(self, gradients: Sequence[Tensor]) -> float:
         own = super()._compute_norm(gradients)
-        if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
+        sharded = [weight for weight in self._parameters.values() if isinstance(weight, DTensor)]
+        if not sharded:
             return own
-        return math.sqrt(float(self._group.reduce_sum(torch.tensor(own**2, dtype=torch.float64))))
+        total = self._group.reduce_sum(torch.tensor(own**2, dtype=torch.float64))
+        return math.sqrt(float(total) / count_copies(sharded[0]))
 
 
 def require_sharded(loaded: LoadedModel) -> ShardedModel:
