@@ -22,7 +22,7 @@ import logging
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,20 @@ from training.samples.rollout import RolloutFn, RolloutSample, RolloutSetup
 from training.utils import DeployConfig
 
 PROMPTS, GROUP = 8, 4
-MEDIAN_TOKENS, SIGMA, LONGEST = 96.0, 0.8, 384
+LENGTHS = Fleet(
+    replicas=1,
+    step_s=0.0,
+    row_s=0.0,
+    training_s=0.0,
+    gateway_s=0.0,
+    recipe_s=0.0,
+    prompts=PROMPTS,
+    group=GROUP,
+    median_tokens=96.0,
+    sigma=0.8,
+    longest=384,
+)
+"""Completions of the runs; what they cost is measured."""
 WARM_UP = 2
 """Steps left out at the start."""
 SHAPES: dict[int, dict[str, Any]] = {
@@ -72,6 +85,12 @@ class Run:
     serve_s: float
     tokens: float
     """A step trains."""
+
+    @property
+    def rest_s(self) -> float:
+        """What is none of its parts: the recipe's own work."""
+        parts = (self.wait_s, self.passes_s, self.optimizer_s, self.save_s, self.serve_s)
+        return self.step_s - sum(parts)
 
     @property
     def samples_per_s(self) -> float:
@@ -125,7 +144,7 @@ def measure(
             shuffle=False,
             completions_per_prompt=GROUP,
             prompt_groups_per_step=prompts,
-            max_completion_tokens=LONGEST,
+            max_completion_tokens=LENGTHS.longest,
             max_seq_len=512,
             learning_rate=1e-5,
             kl_beta=0.0,
@@ -170,44 +189,66 @@ def measure(
 
 
 def calibrate(model: Path, processes: int, steps: int) -> Fleet:
-    """What the simulation needs to know, from two synchronous runs whose completions are equal."""
-    count = round(MEDIAN_TOKENS)
+    """What the simulation needs to know, from synchronous runs whose completions are equal.
+
+    Whoever computes alone uses all cores, and those that compute at the same time share them. So
+    the costs are those of runs with a thread each, and runs with all say how much faster that is.
+    """
+    lengths = list(LENGTHS.lengths(20_000, seed=0))
+    # Equal completions whose tokens have as many before them, in the mean.
+    count = round(sum(length**2 for length in lengths) / sum(lengths))
     synchronous = OVERLAPS["synchronous"]
-    few, many = (
-        measure(model, processes, synchronous, [count], prompts, steps) for prompts in (1, PROMPTS)
-    )
+    cores = torch.get_num_threads()
+    ranks = SHAPES[processes].get("trainer.ranks", 1)
     replicas = SHAPES[processes].get("deployment.replicas", 1)
-    rows = [GROUP // replicas, PROMPTS * GROUP // replicas]
+
+    def run(prompts: int) -> Run:
+        return measure(model, processes, synchronous, [count], prompts, steps)
+
+    # As many rows as overlapping runs have at a time, or half of what synchronous ones have.
+    least, most = PROMPTS // 2, 2 * PROMPTS
+    few_alone, many_alone = run(least), run(most)
+    with use_threads(1):
+        few, many = run(least), run(most)
+    samples = (most - least) * GROUP
+    recipe_s = max(0.0, (many.rest_s - few.rest_s) / samples)
+    rows = [least * GROUP // replicas, most * GROUP // replicas]
     token_s = [few.wait_s / count, many.wait_s / count]
     row_s = max(0.0, (token_s[1] - token_s[0]) / (rows[1] - rows[0]))
     prompt = len("what is 10+10? answer:")
-    training_s = max(
-        0.0, (many.passes_s - few.passes_s) / ((PROMPTS - 1) * GROUP * (count + prompt))
-    )
-    ranks = SHAPES[processes].get("trainer.ranks", 1)
-    return Fleet(
+    training_s = max(0.0, (many.passes_s - few.passes_s) / (samples * (count + prompt)))
+    trained_s = most * GROUP * (count + prompt) * training_s
+    return replace(
+        LENGTHS,
         replicas=replicas,
         ranks=ranks,
         rows=256,
+        least_rows=rows[0],
         step_s=token_s[0] - row_s * rows[0],
         row_s=row_s,
         training_s=training_s,
-        optimizer_s=many.optimizer_s
-        + many.passes_s
-        - PROMPTS * GROUP * (count + prompt) * training_s,
-        gateway_s=0.0,
-        recipe_s=0.0,
+        optimizer_s=many.optimizer_s + many.passes_s - trained_s,
+        recipe_s=recipe_s,
         save_s=many.save_s,
-        load_s=0.0,
         swap_s=many.serve_s,
-        cores=1 if processes == 1 else len(os.sched_getaffinity(0)) / torch.get_num_threads(),
-        prompts=PROMPTS,
-        group=GROUP,
+        cores=cores,
+        training_alone=many.passes_s / many_alone.passes_s,
+        sampling_alone=few.wait_s / few_alone.wait_s,
         prompt_tokens=prompt,
-        median_tokens=MEDIAN_TOKENS,
-        sigma=SIGMA,
-        longest=LONGEST,
     )
+
+
+@contextlib.contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """Compute with so many threads, in this process and in those that it starts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        del os.environ["OMP_NUM_THREADS"]
 
 
 def command() -> None:
@@ -216,6 +257,7 @@ def command() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--size", default="3m", help="of workload.py's models")
+    parser.add_argument("--verbose", action="store_true", help="what the simulation was told")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=SHAPES)
     asked = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -226,8 +268,9 @@ def command() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), asked.size, fixed_length=True)
         for processes in asked.processes:
-            torch.set_num_threads(os.cpu_count() or 1 if processes == 1 else 1)
             fleet = calibrate(model, processes, asked.steps)
+            if asked.verbose:
+                write(f"{fleet}\n")
             for name, fields in OVERLAPS.items():
                 known = replace(fleet, **fields)
                 steps = asked.steps

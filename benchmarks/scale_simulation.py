@@ -107,6 +107,8 @@ class Fleet:
     """What a decoding step takes however many rows it has."""
     row_s: float
     """What each row adds to it."""
+    least_rows: int = 0
+    """Rows that a step of fewer takes as long as."""
     training_s: float
     """Seconds of a token with all of the trainer's ranks."""
     optimizer_s: float = 0.2
@@ -126,6 +128,10 @@ class Fleet:
     Else the weights are swapped when all have ended, and new ones wait."""
     cores: float = math.inf
     """Processors that trainer, replicas, gateway and recipe share; on GPUs each has its own."""
+    training_alone: float = 1.0
+    """How many times as fast the trainer computes while nobody else does, with all processors."""
+    sampling_alone: float = 1.0
+    """A replica likewise."""
     prompts: int
     """Rows of a step."""
     group: int = 16
@@ -229,8 +235,7 @@ class Cores:
         self._clock = clock
         self._count = count
         self._users: list[Computer] = []
-        self.rate = 1.0
-        """Work that is done in a second."""
+        self._busy = 0
 
     def add(self, user: Computer) -> None:
         """One more that computes at times."""
@@ -241,21 +246,25 @@ class Cores:
         if math.isinf(self._count):
             return
         busy = sum(user.processes for user in self._users if user.is_busy)
-        rate = min(1.0, self._count / max(1, busy))
-        if rate == self.rate:
+        if busy == self._busy:
             return
         for user in self._users:
             user.advance()
-        self.rate = rate
+        self._busy = busy
         for user in self._users:
             user.expect()
+
+    def rate(self, alone: float) -> float:
+        """Work that one who computes does in a second; ``alone``, while nobody else does."""
+        return alone if self._busy <= 1 else min(1.0, self._count / self._busy)
 
 
 class Computer:
     """What does work at the rate that the processors allow, and then calls."""
 
-    def __init__(self, clock: Clock, cores: Cores, processes: int = 1) -> None:
+    def __init__(self, clock: Clock, cores: Cores, processes: int = 1, alone: float = 1.0) -> None:
         self.processes = processes
+        self._alone = alone
         self._clock = clock
         self._cores = cores
         self._seen_s = 0.0
@@ -270,14 +279,14 @@ class Computer:
     def advance(self) -> None:
         """Note what was done until now."""
         if self.is_busy:
-            self.work((self._clock.now - self._seen_s) * self._cores.rate)
+            self.work((self._clock.now - self._seen_s) * self._cores.rate(self._alone))
         self._seen_s = self._clock.now
 
     def expect(self) -> None:
         """Look again when the next work ends; what was expected before is forgotten."""
         self._number += 1
         if self.is_busy:
-            seconds = max(0.0, self.left_s()) / self._cores.rate
+            seconds = max(0.0, self.left_s()) / self._cores.rate(self._alone)
             self._clock.after(seconds, functools.partial(self._end, self._number))
 
     def work(self, seconds: float) -> None:
@@ -306,8 +315,8 @@ class Computer:
 class Line(Computer):
     """One server, first come first served."""
 
-    def __init__(self, clock: Clock, cores: Cores, processes: int = 1) -> None:
-        super().__init__(clock, cores, processes)
+    def __init__(self, clock: Clock, cores: Cores, processes: int = 1, alone: float = 1.0) -> None:
+        super().__init__(clock, cores, processes, alone)
         self._works: deque[tuple[float, Then | None]] = deque()
         self._done_s = 0.0
         """Of the first work."""
@@ -350,7 +359,7 @@ class Replica(Computer):
     """Rows that are sampled side by side, each as fast as the others; more of them wait."""
 
     def __init__(self, clock: Clock, fleet: Fleet, cores: Cores) -> None:
-        super().__init__(clock, cores)
+        super().__init__(clock, cores, alone=fleet.sampling_alone)
         self._fleet = fleet
         self._running: list[tuple[float, int, int, Then]] = []
         """By the progress at which they end."""
@@ -405,7 +414,8 @@ class Replica(Computer):
 
     def _row_s(self) -> float:
         """Seconds of a token of each row."""
-        return self._fleet.step_s + self._fleet.row_s * len(self._running)
+        rows = max(len(self._running), self._fleet.least_rows)
+        return self._fleet.step_s + self._fleet.row_s * rows
 
     def work(self, seconds: float) -> None:
         self._progress += seconds / self._row_s()
@@ -499,7 +509,7 @@ class Loop:
         )
         cores = Cores(self.clock, fleet.cores)
         self.gateway, self.recipe = Line(self.clock, cores), Line(self.clock, cores)
-        self.trainer = Line(self.clock, cores, fleet.ranks)
+        self.trainer = Line(self.clock, cores, fleet.ranks, fleet.training_alone)
         self.pool = Pool(self.clock, fleet, cores)
         self.submitted = self.trained = 0
         """Samples."""

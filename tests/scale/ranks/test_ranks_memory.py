@@ -53,7 +53,7 @@ MODELS: dict[str, Any] = {
         vocab_size=19008,
         hidden_size=640,
         intermediate_size=3200,
-        num_hidden_layers=12,
+        num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=1,
         bos_token_id=None,
@@ -142,19 +142,24 @@ def assert_same_state(found: Measured) -> None:
         assert {name: rank[name] for name in state} == pytest.approx(state, rel=1e-3)
 
 
+# A mixture in bfloat16 holds much more on a CPU, whose libraries keep what they prepared for each
+# number of tokens that an expert ever got; a fifth more without that cache of theirs.
 @pytest.mark.parametrize(
-    "setting",
+    ("name", "setting"),
     [
-        TrainerSetting(ranks=2),
-        TrainerSetting(ranks=2, dtype="float32", recompute_above=1),
-        TrainerSetting(ranks=2, lora_rank=16),
+        ("8b", TrainerSetting(ranks=2)),
+        ("8b", TrainerSetting(ranks=2, lora_rank=16)),
+        ("32b", TrainerSetting(ranks=2, sums_whole=False, recompute_above=1)),
+        ("30b-a3b", TrainerSetting(ranks=2, dtype="float32", recompute_above=1)),
     ],
-    ids=["all weights", "float32, recomputed", "adapter"],
+    ids=["8b", "8b, adapter", "32b, in parts", "30b-a3b, float32"],
 )
-def test_ranks_hold_what_is_planned_within_a_tenth(tmp_path: Path, setting: TrainerSetting) -> None:
+def test_ranks_hold_what_is_planned_within_a_tenth(
+    tmp_path: Path, name: str, setting: TrainerSetting
+) -> None:
     setting = replace(setting, micro_batch_tokens=TOKENS)
 
-    found = measure(tmp_path, "8b", setting, WHOLE)
+    found = measure(tmp_path, name, setting, WHOLE if setting.sums_whole else PARTS)
 
     model, is_full = found.model, setting.lora_rank is None
     assert_same_state(found)
@@ -174,16 +179,3 @@ def test_ranks_hold_what_is_planned_within_a_tenth(tmp_path: Path, setting: Trai
             published -= kept  # A GPU's weights are copied; here they are read where they are.
         for rank in found.ranks:
             assert rank["sync"] == pytest.approx(published, rel=0.1)
-
-
-# Of a mixture in bfloat16 a CPU's peak says nothing: its libraries keep what they prepared for each
-# number of tokens that an expert ever got.
-@pytest.mark.parametrize(("name", "ranks"), [("32b", 4), ("30b-a3b", 2)])
-def test_ranks_of_other_models_have_the_state_that_is_planned(
-    tmp_path: Path, name: str, ranks: int
-) -> None:
-    setting = TrainerSetting(
-        ranks=ranks, sums_whole=False, recompute_above=1, micro_batch_tokens=TOKENS // 4
-    )
-
-    assert_same_state(measure(tmp_path, name, setting, PARTS))
