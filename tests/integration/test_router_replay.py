@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 import transformers
 from openai import AsyncOpenAI
 from safetensors import safe_open
@@ -19,6 +21,7 @@ from tests.unit.moe import moe_config, tie_routers
 
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
+from hearth.inference.engine.runner import ModelRunner
 from hearth.local import EmbeddedPlatform
 from hearth.sdk.transport import mount, unmount
 from hearth.wire.routing import RoutingShape, decode_routing
@@ -61,6 +64,25 @@ def write_model(folder: Path, *, tied: bool = False) -> Path:
     module.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def rounds_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding rounds what routers see otherwise than training does, as other engines do."""
+    chance = torch.Generator().manual_seed(2)
+    decode = ModelRunner.decode
+
+    def blur(_router: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        states, *rest = given
+        return (states * (1 + 1e-7 * torch.randn(states.shape, generator=chance)), *rest)
+
+    def decode_blurred(runner: ModelRunner, *given: Any, **named: Any) -> Any:
+        with contextlib.ExitStack() as hooks:
+            for layer in runner.loaded.module.model.layers:
+                hooks.enter_context(layer.mlp.gate.register_forward_pre_hook(blur))
+            return decode(runner, *given, **named)
+
+    monkeypatch.setattr(ModelRunner, "decode", decode_blurred)
 
 
 @pytest.fixture
@@ -250,6 +272,7 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("changes", CLOSED.values(), ids=CLOSED.keys())
+@pytest.mark.usefixtures("rounds_otherwise")
 def test_a_run_with_replay_has_the_samplers_logprobs_where_one_without_has_others(
     undecided, async_trial, changes
 ):
@@ -266,6 +289,7 @@ def test_a_run_with_replay_has_the_samplers_logprobs_where_one_without_has_other
 
 
 @pytest.mark.parametrize("loss_path", ["client", "builtin"])
+@pytest.mark.usefixtures("rounds_otherwise")
 def test_both_loss_paths_close_the_gap_in_rl_loop(undecided, trial, loss_path):
     fields = moe_fields(undecided, kl_beta=0.0, lora_rank=4, loss_path=loss_path)
 

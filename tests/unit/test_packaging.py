@@ -13,6 +13,7 @@ import hearth
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTION_OF = {
+    "botocore": "s3fs",
     "google": "protobuf",
     "mlflow": "mlflow-skinny",
     "openenv": "openenv-core",
