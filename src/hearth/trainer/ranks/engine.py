@@ -141,7 +141,10 @@ class RankEngine(TrainerEngine):
             is_trained=is_trained,
             offload=self._offload,
         )
-        return sharding.load(self.read_base)
+        loaded = sharding.load(self.read_base)
+        # Ranks may read at different speeds, and the next collective has a request's time limit.
+        self._group.meet()
+        return loaded
 
     def _choose_mesh(self, parameters: int, *, is_trained: bool) -> DeviceMesh:
         """All ranks, or where the ranks of one machine have room for the model, those of each."""

@@ -145,6 +145,10 @@ class RankGroup:
             [*copies, *parts], self.device.type, rows, mesh_dim_names=("machines", "ranks")
         )
 
+    def meet(self) -> None:
+        """Wait until all ranks are here, as long as a start may take."""
+        dist.barrier()
+
     def find_memory(self) -> int:
         """Bytes of memory for each rank: of its GPU, or its share of its machine's; the least."""
         if self.device.type == "cuda":
