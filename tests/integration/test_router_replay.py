@@ -77,8 +77,9 @@ def rounds_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         return (states * (1 + 1e-7 * torch.randn(states.shape, generator=chance)), *rest)
 
     def decode_blurred(runner: ModelRunner, *given: Any, **named: Any) -> Any:
+        module: Any = runner.loaded.module
         with contextlib.ExitStack() as hooks:
-            for layer in runner.loaded.module.model.layers:
+            for layer in module.model.layers:
                 hooks.enter_context(layer.mlp.gate.register_forward_pre_hook(blur))
             return decode(runner, *given, **named)
 
