@@ -17,7 +17,6 @@ from hearth.sidecars import ExitReport
 from hearth.wire.asgi import App
 
 Placement = Literal["inline", "process", "ray"]
-"""Where workers on several machines exchange snapshots."""
 Engine = Literal["embedded", "vllm"]
 
 
