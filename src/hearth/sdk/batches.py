@@ -6,6 +6,7 @@ Datums of one form go as columns, a few tensors for all of them; others one by o
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,7 @@ def _build_columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -
     first = data[0].loss_fn_inputs
     names = [name for name in first if only is None or name in only]
     lengths: list[int] = []
-    tokens: list[Sequence[int]] = []
+    tokens: list[bytes] = []
     values: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     for datum in data:
         chunks, inputs = datum.model_input.chunks, datum.loss_fn_inputs
@@ -125,11 +126,11 @@ def _build_columns(data: Sequence[tinker.Datum], only: Collection[str] | None) -
                 return None
             values[name].append(array)
         lengths.append(len(own))
-        tokens.append(own)
-    try:
-        ids = np.fromiter(itertools.chain.from_iterable(tokens), dtype=np.int64)
-    except OverflowError:
-        return None
+        try:
+            tokens.append(struct.pack(f"={len(own)}q", *own))  # numpy takes four times as long
+        except struct.error:
+            return None
+    ids = np.frombuffer(b"".join(tokens), np.int64)
     columns = {
         "lengths": encode_plain(lengths, "int64", TENSOR_ENCODING),
         "tokens": encode_plain(ids, "int64", TENSOR_ENCODING),

@@ -382,5 +382,5 @@ def find_declared_arguments(rollout_fn: RolloutFn) -> list[str]:
 def _example(runs: Sequence[RolloutRun]) -> ExampleAnswer:
     run = min(runs, key=lambda run: run.parsed is not False)  # one without an answer, if any
     last = run.segments[-1]
-    tokens = [token for token, live in zip(last.tokens, last.loss_mask, strict=True) if live]
+    tokens = last.arrays.tokens[last.arrays.is_sampled].tolist()
     return ExampleAnswer(last.text, tokens, run.reward, last.finish_reason, run.parsed)

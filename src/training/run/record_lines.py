@@ -95,7 +95,7 @@ def make_lines(records: Sequence[RowRecord], run: str, texts: TokenBytes) -> pa.
                 samples.append(sample)
                 trained.append(record.trained.get(id(sample)))
     tokens = SampleTokens(samples)
-    prompts: dict[tuple[int, ...], str] = {}
+    prompts: dict[bytes, str] = {}
     for number, (line, sample) in enumerate(zip(lines, samples, strict=True)):
         line |= _NOTHING if sample is None else _describe_sample(sample, texts, prompts)
         if sample is not None:
@@ -145,18 +145,17 @@ def _describe_trajectory(record: RowRecord, trajectory: SampledTrajectory, numbe
     }
 
 
-def _describe_sample(
-    sample: RolloutSample, texts: TokenBytes, prompts: dict[tuple[int, ...], str]
-) -> Line:
-    prompt = tuple(sample.tokens[: sample.prompt_len])
-    if prompt not in prompts:
-        prompts[prompt] = texts.decode(prompt)
+def _describe_sample(sample: RolloutSample, texts: TokenBytes, prompts: dict[bytes, str]) -> Line:
+    prompt = sample.arrays.tokens[: sample.prompt_len]
+    key = prompt.tobytes()
+    if key not in prompts:
+        prompts[key] = texts.decode(prompt.tolist())
     return {
         "prompt_len": len(prompt),
         "reward_parts": sample.reward_parts,
         "parsed": sample.parsed,
         "finish_reason": sample.finish_reason,
-        "prompt": prompts[prompt],
+        "prompt": prompts[key],
         "seeds": sample.seeds or (),
         "version": max((pair[0] for pair in sample.versions or []), default=None),
     }

@@ -7,7 +7,6 @@ of few tokens. Legend: T tokens of all samples, end to end; N samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,13 @@ class SampleTokens:
     def __init__(self, samples: Sequence[RolloutSample | None]) -> None:
         given = [sample or _EMPTY for sample in samples]
         self._samples = given
-        self.lengths = np.array([len(sample.tokens) for sample in given], np.int64)
+        arrays = [sample.arrays for sample in given]
+        self.lengths = np.array([len(of_sample.tokens) for of_sample in arrays], np.int64)
         self.offsets = _add_up(self.lengths)
-        self.tokens = self._gather([sample.tokens for sample in given], np.int32)
-        self.mask: Flags = self._gather([sample.loss_mask for sample in given], np.bool_)
+        self.tokens = _join([of_sample.tokens for of_sample in arrays], np.int32)
+        self.mask: Flags = _join([of_sample.is_sampled for of_sample in arrays], np.bool_)
         """Whether the policy sampled the token; bool [T]."""
-        logprobs = self._gather([sample.logprobs for sample in given], np.float32)
+        logprobs = _join([of_sample.logprobs for of_sample in arrays], np.float32)
         self.behavior = np.where(self.mask, logprobs, np.float32(np.nan))
         """The sampler's logprobs, NaN where it sampled nothing; float32 [T]."""
         self.is_first: Flags = np.zeros(len(self.tokens), np.bool_)
@@ -43,14 +43,18 @@ class SampleTokens:
         follows_given = np.concatenate([[False], ~self.mask[:-1]])[: len(self.mask)]
         self.begins: Flags = self.mask & follows_given & ~self.is_first
         """Where a turn of the policy begins; bool [T]."""
+        self.counts = np.array([of_sample.completion_len for of_sample in arrays], np.int64)
+        """Sampled tokens; [N]."""
         self.turns = self.count(self.begins)
         """How often the policy's turn began; [N]."""
 
     def columns(self, trained: Sequence[TrainSample | None]) -> dict[str, Any]:
         """The columns by token, and what is counted over them; ``trained`` has None where a sample
         was not trained."""
-        counts = self.count(self.mask)
-        sums = self.count(np.where(self.mask, self.behavior, 0).astype(np.float64))
+        counts = self.counts
+        sums = np.diff(
+            _add_up(np.where(self.mask, self.behavior, 0).astype(np.float64))[self.offsets]
+        )
         means = np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
         of_training = {
             name: self._align([sample and getattr(sample, name) for sample in trained])
@@ -71,9 +75,10 @@ class SampleTokens:
             "mean_logprob": pa.array(means, pa.float32(), mask=counts == 0),
         }
 
-    def count(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The sum of a value by token, over each sample; [N]."""
-        return np.diff(_add_up(values)[self.offsets])
+    def count(self, flags: Flags) -> NDArray[np.int64]:
+        """How many flags by token are up, for each sample; a few in all. [N]."""
+        samples = np.searchsorted(self.offsets[1:], np.flatnonzero(flags), side="right")
+        return np.bincount(samples, minlength=len(self.lengths))
 
     def turns_of(self, number: int) -> list[list[int]]:
         """The sampled tokens of each turn of a sample."""
@@ -83,9 +88,6 @@ class SampleTokens:
             self.tokens[begin:stop][self.mask[begin:stop]].tolist()
             for begin, stop in zip(begins, [*begins[1:], end], strict=True)
         ]
-
-    def _gather(self, values: Sequence[Sequence[Any]], dtype: Any) -> NDArray[Any]:
-        return np.fromiter(chain.from_iterable(values), dtype, int(self.offsets[-1]))
 
     def _spread_versions(self, counts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The weight version of each token; -1 where it is not known, or nothing was sampled."""
@@ -132,6 +134,11 @@ class SampleTokens:
 
 
 _EMPTY = RolloutSample(tokens=[], logprobs=[], loss_mask=[], reward=0.0)
+
+
+def _join(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """The arrays end to end."""
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
 
 
 def _add_up(values: NDArray[Any]) -> NDArray[Any]:

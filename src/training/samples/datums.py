@@ -6,6 +6,7 @@ A datum of N tokens is target-aligned: it has N - 1 values, of which value t is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import tinker
@@ -47,8 +48,24 @@ def datum_from_tokens_weights(
         ids, values = ids[:max_length], values[:max_length]
     if len(ids) < 2:
         raise ConfigError(f"tokens must hold at least 2 ids, got {len(ids)}: no target is left")
-    length = len(ids) - 1
-    model_input = tinker.ModelInput.from_ints(ids[:-1].tolist())
+    return make_datum(ids[:-1].tolist(), targets=ids[1:], weights=values[1:], routing=routing)
+
+
+def make_datum(
+    tokens: list[int],
+    *,
+    targets: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    routing: Sequence[str] | None = None,
+) -> tinker.Datum:
+    """A datum of N - 1 input ``tokens`` and as many target-aligned values, which are not checked.
+
+    ``routing`` has one text per input token; further ones are left out.
+    """
+    length = len(tokens)
+    # Constructed, not validated: pydantic would look at every id.
+    chunk = tinker.EncodedTextChunk.model_construct(tokens=tokens, type="encoded_text")
+    model_input = tinker.ModelInput(chunks=[chunk])
     if routing is not None:
         model_input = RoutedModelInput(
             chunks=model_input.chunks, routing_matrices=list(routing[:length])
@@ -56,8 +73,8 @@ def datum_from_tokens_weights(
     return tinker.Datum(
         model_input=model_input,
         loss_fn_inputs={
-            "target_tokens": tinker.TensorData(data=ids[1:], dtype="int64", shape=[length]),
-            "weights": tinker.TensorData(data=values[1:], dtype="float32", shape=[length]),
+            "target_tokens": tinker.TensorData(data=targets, dtype="int64", shape=[length]),
+            "weights": tinker.TensorData(data=weights, dtype="float32", shape=[length]),
         },
     )
 
@@ -120,11 +137,11 @@ def token_logprobs(
     values = list(logprobs)
     has_leading_none = bool(values) and values[0] is None
     if has_leading_none and len(values) in (num_tokens, num_tokens + 1):
-        values = values[:num_tokens]
+        before, sampled = values[:prompt_len], values[prompt_len:num_tokens]
     elif is_echoed and len(values) == num_tokens - 1:
-        values = [None, *values]
+        before, sampled = [None, *values[: prompt_len - 1]], values[prompt_len - 1 :]
     elif not is_echoed and len(values) == num_sampled:
-        values = [0.0] * prompt_len + values
+        before, sampled = [None] * prompt_len, values
     else:
         form = "None first" if has_leading_none else "no leading None"
         raise ConfigError(
@@ -132,12 +149,13 @@ def token_logprobs(
             f"{num_sampled} of the completion, or {num_tokens - 1} echoed ones without the None, "
             f"got {len(values)} with {form} (is_echoed={is_echoed}): they would be off by one"
         )
-    if None in values[prompt_len:]:
+    if None in sampled:
         raise ConfigError(
             "behavior logprobs must be numbers on completion tokens, got None for token "
-            f"{values.index(None, prompt_len)} of {num_tokens}"
+            f"{prompt_len + sampled.index(None)} of {num_tokens}"
         )
-    return [0.0 if value is None else float(value) for value in values]
+    own = [0.0 if value is None else float(value) for value in before]
+    return own + list(map(float, cast("list[float]", sampled)))
 
 
 def align_routing(

@@ -18,7 +18,7 @@ from torch import Tensor
 from hearth.sdk import RoutedModelInput, SampledCompletion
 from training.config.parts import Replay
 from training.data.rows import IndexedRow
-from training.samples.datums import align_routing, datum_from_tokens_weights, token_logprobs
+from training.samples.datums import align_routing, make_datum, token_logprobs
 from training.samples.reward_metrics import (
     disagreement_metrics,
     group_reward_metrics,
@@ -61,8 +61,8 @@ class TrainSample:
         Raises:
             ConfigError: the experts that are to be replayed are not one per token.
         """
-        logprobs = torch.from_numpy(np.array(rollout.logprobs, np.float64))
-        mask = _read_mask(rollout)
+        arrays = rollout.arrays
+        behavior = np.where(arrays.is_sampled, arrays.logprobs, 0.0)
         routing = None
         if replay != "none" and rollout.routing_matrices is not None:
             routing = align_routing(
@@ -72,16 +72,21 @@ class TrainSample:
                 with_prompt=replay == "all",
             )
         return cls(
-            datum=datum_from_tokens_weights(rollout.tokens, mask, routing=routing),
+            datum=make_datum(
+                rollout.tokens[:-1],
+                targets=arrays.tokens[1:],
+                weights=arrays.is_sampled[1:].astype(np.float32),
+                routing=routing,
+            ),
             advantage=advantage,
-            behavior_logprobs=torch.where(mask != 0, logprobs, 0.0)[1:],
+            behavior_logprobs=torch.from_numpy(behavior[1:]),
             rollout=rollout,
         )
 
     @cached_property
     def mask(self) -> Tensor:
         """1 on targets that the policy sampled; float32 [N - 1]."""
-        return _read_mask(self.rollout)[1:]
+        return torch.from_numpy(self.rollout.arrays.is_sampled[1:].astype(np.float32))
 
     @property
     def is_effective(self) -> bool:
@@ -97,11 +102,6 @@ class TrainSample:
         return tinker.Datum(
             model_input=routed.without_routing(), loss_fn_inputs=self.datum.loss_fn_inputs
         )
-
-
-def _read_mask(rollout: RolloutSample) -> Tensor:
-    """1 on tokens that the policy sampled; float32 [N]."""
-    return torch.from_numpy(np.frombuffer(bytes(rollout.loss_mask), np.uint8).astype(np.float32))
 
 
 def to_datums(
@@ -344,8 +344,10 @@ def entropy_estimate(groups: Iterable[PromptGroup]) -> float:
     """Entropy in nats per token, estimated by the mean of minus the behavior logprob."""
     total, count = 0.0, 0
     for sample in (sample for group in groups for sample in group.flat()):
-        total -= math.fsum(sample.behavior_logprobs.tolist())
-        count += sample.rollout.completion_len
+        arrays = sample.rollout.arrays
+        # The exact sum, to which zeros add nothing.
+        total -= math.fsum(arrays.logprobs[arrays.is_sampled].tolist())
+        count += arrays.completion_len
     return total / count if count else 0.0
 
 

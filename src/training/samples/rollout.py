@@ -10,16 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-from array import array
+import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hearth.errors import ConfigError
 from hearth.losses.batch import LOGPROB_TOLERANCE
 from hearth.sdk import ConcurrencyController
+
+
+@dataclass(frozen=True)
+class SampleArrays:
+    """The lists of a sample of N tokens as arrays."""
+
+    tokens: NDArray[np.int64]
+    """[N]."""
+    is_sampled: NDArray[np.bool_]
+    """Where the mask is 1; [N]."""
+    logprobs: NDArray[np.float64]
+    """The sampler's, as they were given; [N]."""
+    prompt_len: int
+    completion_len: int
 
 
 @dataclass
@@ -62,12 +78,25 @@ class RolloutSample:
     @property
     def prompt_len(self) -> int:
         """Tokens before the first sampled one."""
+        if (arrays := self._read_arrays()) is not None:
+            return arrays.prompt_len
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.tokens)
 
     @property
     def completion_len(self) -> int:
         """Number of sampled tokens."""
+        if (arrays := self._read_arrays()) is not None:
+            return arrays.completion_len
         return sum(self.loss_mask)
+
+    @cached_property
+    def arrays(self) -> SampleArrays:
+        """The lists as arrays. From its first use on the lists must not change."""
+        return _make_arrays(pack("q", self.tokens), bytes(self.loss_mask), pack("d", self.logprobs))
+
+    def _read_arrays(self) -> SampleArrays | None:
+        """The arrays if there are some; a rollout function may still write into the lists."""
+        return self.__dict__.get("arrays")
 
 
 @dataclass
@@ -229,29 +258,56 @@ def check_sample(sample: object, where: str) -> RolloutSample:
         )
     if lengths[0] < 2:
         raise ConfigError(f"{where}: tokens must hold at least 2 ids, got {tokens}")
-    tokens = _read_tokens(tokens, where)
+    tokens, ids = _read_tokens(tokens, where)
     mask = _read_mask(mask, where)
-    logprobs = _read_logprobs(logprobs, where)
+    logprobs, values = _read_logprobs(logprobs, where)
+    arrays = _make_arrays(ids, mask, values)
     reward = _plain(sample.reward)
     if not _is_finite(reward):
         raise ConfigError(
             f"{where}: reward must be a finite number, got {reward!r}: return None to drop "
             "the rollout"
         )
-    versions = _check_versions(sample.versions, sum(mask), where)
+    versions = _check_versions(sample.versions, arrays.completion_len, where)
     _check_routing(sample, len(tokens), where)
     parsed = _plain(sample.parsed)
     if not isinstance(parsed, bool | None):
         raise ConfigError(f"{where}: parsed must be True, False or None, got {parsed!r}")
-    return replace(
+    judged = replace(
         sample,
         tokens=tokens,
         logprobs=logprobs,
-        loss_mask=mask,
+        loss_mask=list(mask),
         reward=float(reward),
         versions=versions,
         parsed=parsed,
         reward_parts=_check_parts(sample.reward_parts, where),
+    )
+    judged.arrays = arrays
+    return judged
+
+
+def pack(kind: Literal["q", "d"], values: Sequence[float]) -> NDArray[Any]:
+    """A list of numbers as an int64 or float64 array; numpy would take four times as long.
+
+    Raises:
+        struct.error: a value is none, or too large.
+    """
+    packed = bytearray(8 * len(values))
+    struct.pack_into(f"{len(values)}{kind}", packed, 0, *values)
+    return np.frombuffer(packed, np.int64 if kind == "q" else np.float64)
+
+
+def _make_arrays(
+    tokens: NDArray[np.int64], mask: bytes, logprobs: NDArray[np.float64]
+) -> SampleArrays:
+    first = mask.find(1)
+    return SampleArrays(
+        tokens,
+        np.frombuffer(mask, np.bool_),
+        logprobs,
+        prompt_len=len(mask) if first < 0 else first,
+        completion_len=mask.count(1),
     )
 
 
@@ -270,22 +326,30 @@ def _to_list(name: str, values: object, where: str) -> list[Any]:
 
 # Samples have thousands of tokens, so each list is read by a loop in C first, and looked at one by
 # one only to say what is wrong with it.
-def _read_tokens(given: list[Any], where: str) -> list[int]:
-    if not {int}.issuperset(map(type, given)):
-        given = [_plain(value) for value in given]
-    elif min(given) >= 0:
-        return given
+def _read_tokens(given: list[Any], where: str) -> tuple[list[int], NDArray[np.int64]]:
+    if not _are_all(int, given):
+        given = [_plain_integer(value) for value in given]
+        if not _are_all(int, given):
+            _refuse_tokens(given, where)
+    try:
+        ids = pack("q", given)
+    except struct.error:
+        _refuse_tokens(given, where)
+    if ids.min() < 0:
+        _refuse_tokens(given, where)
+    return given, ids
+
+
+def _refuse_tokens(given: list[Any], where: str) -> NoReturn:
     wrong = {
         place: value
         for place, value in enumerate(given)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0
+        if type(value) is not int or not 0 <= value < 2**63
     }
-    if wrong:
-        raise ConfigError(f"{where}: tokens must be integers >= 0, got {_first(wrong)}")
-    return given
+    raise ConfigError(f"{where}: tokens must be integers >= 0 and < 2**63, got {_first(wrong)}")
 
 
-def _read_mask(given: list[Any], where: str) -> list[int]:
+def _read_mask(given: list[Any], where: str) -> bytes:
     try:
         flags: Sequence[Any] = bytes(given)
     except (TypeError, ValueError):
@@ -298,28 +362,37 @@ def _read_mask(given: list[Any], where: str) -> list[int]:
             f"{where}: loss_mask must be 0 at index 0, got 1: nothing stands before the first "
             "token that could predict it"
         )
-    return list(flags) if isinstance(flags, bytes) else list(map(int, flags))
+    return bytes(map(int, flags)) if isinstance(flags, list) else bytes(flags)
 
 
-def _read_logprobs(given: list[Any], where: str) -> list[float]:
+def _read_logprobs(given: list[Any], where: str) -> tuple[list[float], NDArray[np.float64]]:
     try:
-        values = np.frombuffer(array("d", given))
-    except (TypeError, OverflowError):
+        values = pack("d", given)
+    except (struct.error, OverflowError, TypeError, ValueError, RuntimeError):
+        # What is no number, or a tensor of several.
         given = [_plain(value) for value in given]
-    else:
-        if np.isfinite(values).all() and values.max() <= LOGPROB_TOLERANCE:
-            return values.tolist()
+        values = np.full(1, np.nan)
+    if np.isfinite(values).all() and values.max() <= LOGPROB_TOLERANCE:
+        return given if _are_all(float, given) else values.tolist(), values
     wrong = {
         place: value
         for place, value in enumerate(map(_plain, given))
         if not _is_finite(value) or value > LOGPROB_TOLERANCE
     }
-    if wrong:
-        raise ConfigError(
-            f"{where}: logprobs must be finite and <= 0, got {_first(wrong)}: 0.0 stands where "
-            "nothing was sampled"
-        )
-    return list(map(float, given))
+    raise ConfigError(
+        f"{where}: logprobs must be finite and <= 0, got {_first(wrong)}: 0.0 stands where "
+        "nothing was sampled"
+    )
+
+
+def _are_all(kind: type, values: list[Any]) -> bool:
+    """Whether all values are of the type itself."""
+    return list(map(type, values)).count(kind) == len(values)
+
+
+def _plain_integer(value: Any) -> Any:
+    plain = _plain(value)
+    return int(plain) if isinstance(plain, int) and not isinstance(plain, bool) else plain
 
 
 def _check_versions(

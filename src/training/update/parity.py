@@ -37,14 +37,10 @@ def logprob_gaps(
     compared = [(sample, rows) for sample, rows in pairs if _has_sampled(version, sample.rollout)]
     if not compared:
         return torch.zeros(0, dtype=torch.float64)
-    scored, behavior, is_sampled = (
-        np.concatenate([np.asarray(rows, dtype=np.float64) for rows in column])
-        for column in zip(
-            *((rows, sample.behavior_logprobs, sample.mask) for sample, rows in compared),
-            strict=True,
-        )
-    )
-    return torch.from_numpy(np.abs(scored - behavior)[is_sampled != 0])
+    scored = torch.cat([torch.as_tensor(rows, dtype=torch.float64) for _, rows in compared])
+    behavior = torch.cat([sample.behavior_logprobs for sample, _ in compared])
+    is_sampled = torch.cat([sample.mask for sample, _ in compared]) != 0
+    return (scored[is_sampled] - behavior[is_sampled]).abs_()
 
 
 def _has_sampled(version: int, sample: RolloutSample) -> bool:

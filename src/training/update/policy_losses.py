@@ -305,11 +305,11 @@ def _response_metrics(masks: Sequence[Tensor], starts: Sequence[int | None]) -> 
     """
     total, active = 0, 0
     for mask, start in zip(masks, starts, strict=True):
-        places = mask.nonzero()
-        active += len(places)
+        flags = (mask.numpy() != 0).tobytes()
+        active += flags.count(1)
         if start is None:
-            start = int(places[0]) if len(places) else len(mask)
-        total += max(0, len(mask) - start)
+            start = flags.find(1) if 1 in flags else len(flags)
+        total += max(0, len(flags) - start)
     return {"total_resp_tokens": float(total), "mask_ratio": active / max(1, total)}
 
 

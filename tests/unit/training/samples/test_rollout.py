@@ -193,7 +193,10 @@ NO_NUMBERS += [np.float32("nan"), np.array([1.0, 2.0]), torch.tensor(math.inf), 
 REWARD = f"^{WHERE}: reward must be a finite number, got .*return None to drop"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
-        ({"tokens": [5, 6, wrong, 8]}, f"tokens must be integers >= 0, got {wrong!r} at inde")
+        (
+            {"tokens": [5, 6, wrong, 8]},
+            f"tokens must be integers >= 0 and < 2\\*\\*63, got {wrong!r} at inde",
+        )
         for wrong in (-1, 5.5, 7.0, "7", None, True)
     ),
     ({"loss_mask": [1, 0, 1, 1]}, "loss_mask must be 0 at index 0, got 1: nothing stands"),
@@ -312,6 +315,35 @@ def test_arrays_tensors_and_their_scalars_become_plain_lists(given):
     assert {type(value) for value in checked.tokens + checked.loss_mask} == {int}
     assert {type(value) for value in checked.logprobs} == {float}
     assert checked.versions in (None, [[3, 1], [4, 1]])
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]])
+def test_a_judged_sample_has_its_lists_as_arrays_too(mask):
+    arrays = only(
+        sample(tokens=[5, 2**40, 7, 8], logprobs=[-1, 0, -0.1, -1.5], loss_mask=mask)
+    ).arrays
+
+    assert (arrays.tokens.dtype, arrays.tokens.tolist()) == (np.int64, [5, 2**40, 7, 8])
+    assert (arrays.logprobs.dtype, arrays.logprobs.tolist()) == (np.float64, [-1, 0, -0.1, -1.5])
+    assert (arrays.is_sampled.dtype, arrays.is_sampled.tolist()) == (bool, list(map(bool, mask)))
+    assert (arrays.prompt_len, arrays.completion_len) == (mask.index(1), sum(mask))
+
+
+def test_a_rollout_function_may_count_before_its_lists_are_whole():
+    unfinished = sample()
+    assert (unfinished.prompt_len, unfinished.completion_len) == (2, 2)
+
+    unfinished.loss_mask[1] = 1
+
+    assert (unfinished.prompt_len, unfinished.completion_len) == (1, 3)
+    assert only(unfinished).arrays.completion_len == 3
+
+
+def test_another_sample_made_of_a_judged_one_has_arrays_of_its_own():
+    changed = dataclasses.replace(only(sample()), loss_mask=[0, 0, 0, 1])
+
+    assert (changed.prompt_len, changed.completion_len) == (3, 1)
+    assert changed.arrays.is_sampled.tolist() == [False, False, False, True]
 
 
 def test_what_was_returned_stays_as_it_is():
