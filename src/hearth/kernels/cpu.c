@@ -10,6 +10,29 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+/* As many floats as a register holds. */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* a * b + c with one rounding, where the processor has it. Compilers choose between that and two
+   roundings from loop to loop, and a value must not depend on the loop that computes it. */
+#if defined(__AVX512F__)
+#define MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
+#elif defined(__FMA__)
+#define MULTIPLY_ADD(a, b, c) _mm256_fmadd_ps(a, b, c)
+#else
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+#endif
 
 /* exp to about 1 ulp on [-87, 88]; below it is 0 in effect. Vectorizes, which libm's does not. */
 static inline float exp_fast(float x) {
@@ -180,8 +203,11 @@ typedef void (*Sgemm)(const char *, const char *, const int *, const int *, cons
                       const float *, const float *, const int *, const float *, const int *,
                       const float *, float *, const int *);
 
+/* Of a wide model `k`, `v` and `up` are the module's own weights, and so are `qkv` and `gate_up`: those
+   of the queries and the gate alone. */
 typedef struct {
-    const float *input_norm, *qkv, *bias, *q_norm, *k_norm, *o, *post_norm, *gate_up, *down;
+    const float *input_norm, *qkv, *bias, *q_norm, *k_norm, *o, *post_norm, *gate_up, *down, *k, *v,
+        *up;
 } StepLayer;
 
 typedef struct {
@@ -190,6 +216,7 @@ typedef struct {
     const StepLayer *layers;
     const float *embedding, *final_norm, *head, *head_bias, *cosine, *sine;
     int64_t num_layers, hidden, inner, vocab, layer_stride;
+    int64_t is_wide; /* its products are those of `multiply_rows` */
 } StepModel;
 
 /* Multiplications from which threads that share a product save more than their start costs. */
@@ -206,6 +233,92 @@ static void product(const StepModel *model, int threads, const float *x, int64_t
     model->sgemm(transposed ? "T" : "N", "N", &m, &count, &depth, &one, weight,
                  transposed ? &depth : &m, x, &depth, &zero, out, &m);
     if (model->own_threads) model->own_threads(before);
+}
+
+/* Rows of x, and columns of the product, that are computed together: with the operands of a step
+   their sums fill the registers of AVX2. */
+#define GROUP 4
+#define COLUMNS 3
+
+#if defined(__x86_64__)
+/* A value that the compiler must hold in a register: it would load it again for each use. */
+#define HOLD(value) __asm__("" : "+x"(value))
+#else
+#define HOLD(value)
+#endif
+
+/* The sums of neighbours in two registers, one after the other. */
+static inline Lanes add_pairs(Lanes a, Lanes b) {
+    typedef int32_t Places __attribute__((vector_size(4 * LANES)));
+    Places even, odd;
+    for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+/* Dot products of some rows of x, packed by `pack_rows`, with some rows of `weight`. */
+static inline __attribute__((always_inline)) void multiply_few(
+    const float *packed, int64_t depth, const float *weight, int64_t stride, float *out,
+    const int rows, const int columns) {
+    enum { MOST = (GROUP * COLUMNS + LANES - 1) / LANES * LANES };
+    Lanes own[GROUP * COLUMNS], sums[MOST];
+    const int count = rows * columns, wide = count > LANES ? MOST : LANES;
+    for (int j = 0; j < count; j++) own[j] = (Lanes){0};
+    for (int64_t i = 0; i < depth; i += LANES) {
+        Lanes right[COLUMNS];
+        for (int c = 0; c < columns; c++) {
+            right[c] = *(const Lanes *)(weight + c * depth + i);
+            HOLD(right[c]);
+        }
+        for (int r = 0; r < rows; r++) {
+            Lanes left = *(const Lanes *)(packed + i * rows + r * LANES);
+            HOLD(left);
+            for (int c = 0; c < columns; c++)
+                own[r * columns + c] = MULTIPLY_ADD(left, right[c], own[r * columns + c]);
+        }
+    }
+    for (int j = 0; j < wide; j++) sums[j] = j < count ? own[j] : (Lanes){0};
+    for (int left = wide; left > wide / LANES; left /= 2)
+        for (int j = 0; j < left / 2; j++) sums[j] = add_pairs(sums[2 * j], sums[2 * j + 1]);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            out[r * stride + c] = sums[(r * columns + c) / LANES][(r * columns + c) % LANES];
+}
+
+/* x [rows][depth] as `multiply_rows` reads it: GROUP rows end to end, LANES of each in turn. */
+static void pack_rows(const float *x, int64_t rows, int64_t depth, float *packed) {
+    for (int64_t row = 0; row < rows;) {
+        const int64_t count = rows - row < GROUP ? 1 : GROUP;
+        for (int64_t i = 0; i < depth; i += LANES)
+            for (int64_t r = 0; r < count; r++)
+                *(Lanes *)(packed + row * depth + i * count + r * LANES) =
+                    *(const Lanes *)(x + (row + r) * depth + i);
+        row += count;
+    }
+}
+
+/* out [rows of `stride`][n] = packed rows [rows][depth] times weight [n][depth], transposed. Weights are
+   read where they are and once for GROUP rows, which is faster than a general product while rows are
+   few. A row's bits depend on nothing else. `depth` is a multiple of LANES. */
+static void multiply_rows(const float *packed, int64_t rows, int64_t depth, const float *weight,
+                          int64_t n, int64_t stride, float *out, int threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t block = 0; block < (n + COLUMNS - 1) / COLUMNS; block++) {
+        const int64_t first = block * COLUMNS;
+        const int is_whole = first + COLUMNS <= n;
+        #define FEW(count, column, columns) \
+            multiply_few(packed + row * depth, depth, weight + (column) * depth, stride, \
+                         out + row * stride + (column), count, columns)
+        int64_t row = 0;
+        for (; row + GROUP <= rows; row += GROUP) {
+            if (is_whole) FEW(GROUP, first, COLUMNS);
+            else for (int64_t c = first; c < n; c++) FEW(GROUP, c, 1);
+        }
+        for (; row < rows; row++) {
+            if (is_whole) FEW(1, first, COLUMNS);
+            else for (int64_t c = first; c < n; c++) FEW(1, c, 1);
+        }
+        #undef FEW
+    }
 }
 
 /* A LoRA adapter's update of one linear layer: down [rank][k] and up [rank][n]; rank 0 is none. */
@@ -225,8 +338,9 @@ enum { Q, K, V, O, GATE, UP, DOWN, UPDATES };
 /* out [rows of `stride`][n] += scale * (x [rows][k] down^T) up, by each row's own adapter. Each row
    is computed alone, in one order. */
 static void add_updates(Adapters adapters, int64_t place, const float *x, int64_t rows, int64_t k,
-                        int64_t n, int64_t stride, float *out) {
+                        int64_t n, int64_t stride, float *out, int threads) {
     if (!adapters) return;
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         if (!adapters[row] || !adapters[row][place].rank) continue;
         const Update update = adapters[row][place];
@@ -267,12 +381,19 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
     const int64_t kv = shape->kv_heads * shape->dim;
     const Adapters own_adapters = adapters ? adapters + start : NULL;
     const Reach reach = {model->cosine, model->sine, longest};
+    const int64_t reach_floats = group * (longest + shape->dim);
+    /* Between a small model's products one thread is faster than two. */
+    const int shared = model->is_wide ? threads : 1;
+    const int64_t deepest = mixed > inner ? mixed : inner;
+    const int64_t packed_floats = !model->is_wide ? 0 : deepest > hidden ? deepest : hidden;
     float *x = malloc(sizeof(float) * (size_t)(rows * (3 * hidden + width + mixed + 3 * inner) +
-                                               group * (longest + shape->dim)));
+                                               rows * packed_floats +
+                                               (shared > 1 ? rows : 1) * reach_floats));
     if (!x) return 1;
     float *normed = x + rows * hidden, *added = normed + rows * hidden;
     float *qkv = added + rows * hidden, *heads = qkv + rows * width, *gates = heads + rows * mixed;
-    float *gated = gates + rows * 2 * inner, *scratch = gated + rows * inner;
+    float *gated = gates + rows * 2 * inner, *packed = gated + rows * inner;
+    float *scratch = packed + rows * packed_floats;
     for (int64_t row = 0; row < rows; row++) {
         memcpy(x + row * hidden, model->embedding + tokens[start + row] * hidden,
                sizeof(float) * (size_t)hidden);
@@ -286,31 +407,66 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
         const LayerAttention attention = {
             layer->bias, layer->q_norm, layer->k_norm, keys + number * model->layer_stride,
             values + number * model->layer_stride};
-        product(model, threads, normed, rows, hidden, layer->qkv, width, 0, qkv);
-        add_updates(own_adapters, first + Q, normed, rows, hidden, mixed, width, qkv);
-        add_updates(own_adapters, first + K, normed, rows, hidden, kv, width, qkv + mixed);
-        add_updates(own_adapters, first + V, normed, rows, hidden, kv, width, qkv + mixed + kv);
+        #define UPDATE(part, from, depth, columns, stride, to) \
+            add_updates(own_adapters, first + part, from, rows, depth, columns, stride, to, shared)
+        #define MULTIPLY(depth, weight, columns, stride, to) \
+            multiply_rows(packed, rows, depth, weight, columns, stride, to, shared)
+        if (model->is_wide) {
+            pack_rows(normed, rows, hidden, packed);
+            MULTIPLY(hidden, layer->qkv, mixed, width, qkv);
+            MULTIPLY(hidden, layer->k, kv, width, qkv + mixed);
+            MULTIPLY(hidden, layer->v, kv, width, qkv + mixed + kv);
+        } else {
+            product(model, threads, normed, rows, hidden, layer->qkv, width, 0, qkv);
+        }
+        UPDATE(Q, normed, hidden, mixed, width, qkv);
+        UPDATE(K, normed, hidden, kv, width, qkv + mixed);
+        UPDATE(V, normed, hidden, kv, width, qkv + mixed + kv);
+        #pragma omp parallel for num_threads(shared) if (shared > 1) schedule(static)
         for (int64_t row = 0; row < rows; row++)
             attend_token(qkv + row * width, start + row, positions[start + row], &attention,
-                         &reach, shape, scratch, heads + row * mixed);
-        product(model, threads, heads, rows, mixed, layer->o, hidden, 1, added);
-        add_updates(own_adapters, first + O, heads, rows, mixed, hidden, hidden, added);
+                         &reach, shape, scratch + (shared > 1 ? row : 0) * reach_floats,
+                         heads + row * mixed);
+        if (model->is_wide) {
+            pack_rows(heads, rows, mixed, packed);
+            MULTIPLY(mixed, layer->o, hidden, hidden, added);
+        } else {
+            product(model, threads, heads, rows, mixed, layer->o, hidden, 1, added);
+        }
+        UPDATE(O, heads, mixed, hidden, hidden, added);
         hearth_add_rms_norm(x, added, layer->post_norm, shape->eps, rows, hidden, normed, 1);
-        product(model, threads, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
-        add_updates(own_adapters, first + GATE, normed, rows, hidden, inner, 2 * inner, gates);
-        add_updates(own_adapters, first + UP, normed, rows, hidden, inner, 2 * inner,
-                    gates + inner);
+        if (model->is_wide) {
+            pack_rows(normed, rows, hidden, packed);
+            MULTIPLY(hidden, layer->gate_up, inner, 2 * inner, gates);
+            MULTIPLY(hidden, layer->up, inner, 2 * inner, gates + inner);
+        } else {
+            product(model, threads, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
+        }
+        UPDATE(GATE, normed, hidden, inner, 2 * inner, gates);
+        UPDATE(UP, normed, hidden, inner, 2 * inner, gates + inner);
         hearth_silu_mul(gates, rows, inner, gated, 1);
-        product(model, threads, gated, rows, inner, layer->down, hidden, 1, added);
-        add_updates(own_adapters, first + DOWN, gated, rows, inner, hidden, hidden, added);
+        if (model->is_wide) {
+            pack_rows(gated, rows, inner, packed);
+            MULTIPLY(inner, layer->down, hidden, hidden, added);
+        } else {
+            product(model, threads, gated, rows, inner, layer->down, hidden, 1, added);
+        }
+        UPDATE(DOWN, gated, inner, hidden, hidden, added);
         const float *next = number + 1 < model->num_layers ? layer[1].input_norm
                                                            : model->final_norm;
         hearth_add_rms_norm(x, added, next, shape->eps, rows, hidden, normed, 1);
     }
-    float *own = logits + start * model->vocab;
-    product(model, threads, normed, rows, hidden, model->head, model->vocab, 1, own);
-    add_updates(own_adapters, model->num_layers * UPDATES, normed, rows, hidden, model->vocab,
-                model->vocab, own);
+    const int64_t first = model->num_layers * UPDATES, vocab = model->vocab;
+    float *own = logits + start * vocab;
+    if (model->is_wide) {
+        pack_rows(normed, rows, hidden, packed);
+        MULTIPLY(hidden, model->head, vocab, vocab, own);
+    } else {
+        product(model, threads, normed, rows, hidden, model->head, vocab, 1, own);
+    }
+    UPDATE(0, normed, hidden, vocab, vocab, own);
+    #undef UPDATE
+    #undef MULTIPLY
     if (model->head_bias)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = 0; i < model->vocab; i++)
@@ -326,7 +482,8 @@ int hearth_decode_step(const StepModel *model, const AttentionShape *shape, cons
                        float *values, float *logits) {
     const int64_t longest = longest_of(positions, shape->rows), most = shape->rows / least;
     const int64_t wanted = shape->threads < most ? shape->threads : most;
-    const int parts = (int)wanted;
+    /* The threads of a wide model share each weight, which one of them reads from memory. */
+    const int parts = model->is_wide ? 1 : (int)wanted;
     if (parts <= 1) /* outside of a parallel region, in which a product's threads are made anew */
         return step_rows(model, shape, tokens, positions, adapters, 0, shape->rows, longest,
                          shape->threads, keys, values, logits);
@@ -557,16 +714,6 @@ typedef struct {
     int32_t threads;
 } TreeShape;
 
-/* As many floats as a register holds. */
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
 static inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 #define CACHE_LINE 64
@@ -584,7 +731,8 @@ static inline __attribute__((always_inline)) void multiply_block(
         Lanes right[4];
         for (int c = 0; c < width; c++) right[c] = *(const Lanes *)(b + i * b_step + c * LANES);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < width; c++) sum[r][c] += a[r * a_row + i * a_step] * right[c];
+            for (int c = 0; c < width; c++)
+                sum[r][c] = MULTIPLY_ADD((Lanes){0} + a[r * a_row + i * a_step], right[c], sum[r][c]);
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < width; c++) *(Lanes *)(out + r * out_row + c * LANES) = sum[r][c];

@@ -38,10 +38,15 @@ class AttentionShape(ctypes.Structure):
 
 
 class StepLayer(ctypes.Structure):
-    """The addresses of one layer's weights; ``qkv`` and ``gate_up`` are transposed."""
+    """The addresses of one layer's weights; ``qkv`` and ``gate_up`` are transposed.
+
+    Of a wide model ``qkv`` is the queries' weight and ``gate_up`` the gate's, not transposed, and
+    ``k``, ``v`` and ``up`` are the others; else these are None.
+    """
 
     _attention = ("input_norm", "qkv", "bias", "q_norm", "k_norm", "o")
-    _fields_ = tuple((name, _POINTER) for name in (*_attention, "post_norm", "gate_up", "down"))
+    _mlp = ("post_norm", "gate_up", "down")
+    _fields_ = tuple((name, _POINTER) for name in (*_attention, *_mlp, "k", "v", "up"))
 
 
 class LoraUpdate(ctypes.Structure):
@@ -68,6 +73,7 @@ class StepModel(ctypes.Structure):
         ("inner", _INT64),
         ("vocab", _INT64),
         ("layer_stride", _INT64),
+        ("is_wide", _INT64),
     )
 
 

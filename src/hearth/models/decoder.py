@@ -93,17 +93,19 @@ def read_decoder(loaded: LoadedModel) -> Decoder | None:
     )
 
 
+def base_weight(linear: nn.Module) -> Tensor:
+    """The weight of a linear module, without its adapter's update."""
+    return getattr(linear, "base_layer", linear).get_parameter("weight")
+
+
 def plain_weight(linear: nn.Module) -> Tensor:
     """The weight of a linear module, with its adapter's update added."""
-    base = getattr(linear, "base_layer", None)
-    if base is None:
-        return linear.get_parameter("weight")
     layer: Any = linear
-    if not layer.active_adapters:
-        return base.weight
+    weight, names = base_weight(linear), getattr(layer, "active_adapters", ())
+    if not names:
+        return weight
     with torch.no_grad():
-        delta = sum(layer.get_delta_weight(name) for name in layer.active_adapters)
-        return base.weight + delta
+        return weight + sum(layer.get_delta_weight(name) for name in names)
 
 
 def plain_bias(linear: nn.Module) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.inference.decoders import OTHER, PLAIN, build, decode, make_prompts
+from tests.unit.inference.decoders import OTHER, PLAIN, WIDE, build, decode, make_prompts
 from tests.unit.tiny import shake
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def test_where_torch_hides_its_product_the_plain_step_decodes(
     torch.testing.assert_close(decode(made, prompts), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", WIDE])
 def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind: str) -> None:
     fused = runner(build(kind), fused=True)
     prompts = make_prompts(5, 70, 200)
@@ -117,7 +117,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind:
 
 @pytest.mark.parametrize("rows", [16, 31, 48])
 def test_threads_that_share_a_wide_layers_products_change_no_bit(runner: Any, rows: int) -> None:
-    fused = runner(build("wide layers"), fused=True)
+    fused = runner(build(WIDE), fused=True)
     cache = SlotCache(fused.cache_shape, budget_bytes=2**30, max_slots=rows)
     cache.reserve(rows, 200, active=0)
     with torch.inference_mode():
@@ -209,7 +209,7 @@ def test_scores_of_a_large_vocabulary_come_in_chunks(
     assert cut.logprobs == whole.logprobs
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", WIDE])
 def test_changed_weights_are_taken_whatever_carries_them(runner: Any, kind: str) -> None:
     model, other = build(kind), build(kind)
     fused, plain = runner(model, fused=True), runner(other, fused=False)
@@ -240,7 +240,7 @@ def test_changed_weights_are_taken_whatever_carries_them(runner: Any, kind: str)
         apply(other)
         fused.weights_changed()
         found = decode(fused, prompts)
-        torch.testing.assert_close(found, decode(plain, prompts), rtol=0, atol=2e-5)
+        torch.testing.assert_close(found, decode(plain, prompts), rtol=1e-5, atol=2e-5)
         assert float((found - seen[-1]).abs().max()) > 0.01
         seen.append(found)
 

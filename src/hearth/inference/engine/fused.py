@@ -5,6 +5,9 @@ products inside. Each thread has rows of its own, so threads wait for each other
 The three attention projections are one product, and so are the MLP's first two. The fused weights
 are copies of the module's: ``refresh`` drops them after every change.
 
+A wide model's weights are not copied, and its adapter is not merged: a step reads the module's own
+tensors from memory, once for all rows, and threads share each product.
+
 Legend: B rows, V vocabulary, H hidden size, F size of the MLP.
 """
 
@@ -22,22 +25,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hearth.inference.engine.adapters import Adapter
+from hearth.inference.engine.adapters import Adapter, LayerUpdate
 from hearth.inference.engine.cache import MIN_ROWS, SlotCache
 from hearth.kernels.build import find_torch_symbol
 from hearth.kernels.ops import AttentionShape, Kernels, LoraUpdate, StepLayer, StepModel, kernels
-from hearth.models.decoder import Decoder, DecoderLayer, plain_bias, plain_weight, read_decoder
+from hearth.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    base_weight,
+    plain_bias,
+    plain_weight,
+    read_decoder,
+)
 from hearth.models.loading import LoadedModel
 
 logger = logging.getLogger(__name__)
 
 _LEAST_POSITIONS = 64
 """The runner's probe has more tokens than the shortest ``max_seq_len``."""
+_WIDE = 2**20
+"""Values of an MLP's weight from which a model is wide: a core's cache does not hold one."""
+_MULTIPLE = 16
+"""Sizes of a wide model are multiples of it: as many floats as a register has at most."""
 
 
 @dataclass(frozen=True, eq=False)
 class _LayerWeights:
-    """One layer's weights, transposed for ``x @ w``; views where that needs no copy."""
+    """One layer's weights as ``StepLayer`` has them; views where that needs no copy."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -47,6 +61,9 @@ class _LayerWeights:
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    up: Tensor | None = None
 
     def addresses(self) -> StepLayer:
         """Their addresses, valid as long as the tensors live."""
@@ -70,7 +87,10 @@ class FusedDecoder:
         self._rotations = decoder.compute_rotations(max(positions, _LEAST_POSITIONS))
         self._layers: list[_LayerWeights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
+        self._is_wide = _is_wide(decoder)
         self._updates: WeakKeyDictionary[Adapter, ctypes.Array[LoraUpdate]] = WeakKeyDictionary()
+        self._own_updates: tuple[list[LayerUpdate | None], ctypes.Array[LoraUpdate]] | None = None
+        """Those of a wide module's own adapter, which all rows have, and their addresses."""
         self._step: StepModel | None = None
         """The addresses of the weights; None until they are copied."""
 
@@ -113,19 +133,27 @@ class FusedDecoder:
             torch.from_numpy(positions),
             (cache.keys, cache.values),
             least_rows=MIN_ROWS,
-            adapters=self._find_updates(adapters, len(tokens)) if adapters else None,
+            adapters=self._find_updates(adapters, len(tokens)),
         )
 
     def _find_updates(
         self, adapters: Sequence[Adapter | None], rows: int
-    ) -> ctypes.Array[ctypes.c_void_p]:
-        """The address of each row's updates; None for a row without an adapter."""
+    ) -> ctypes.Array[ctypes.c_void_p] | None:
+        """The address of each row's updates, None for a row without an adapter; None where no row
+        has one."""
+        if self._own_updates is not None:
+            return (ctypes.c_void_p * rows)(*[ctypes.addressof(self._own_updates[1])] * rows)
+        if not adapters:
+            return None
         addresses = (ctypes.c_void_p * rows)()
         for row, adapter in enumerate(adapters):
             if adapter is None:
                 continue
             if adapter not in self._updates:
-                self._updates[adapter] = _list_updates(self._decoder, adapter)
+                linears = _list_linears(self._decoder)
+                self._updates[adapter] = _list_updates(
+                    [adapter.layers.get(linear.name) for linear in linears]
+                )
             addresses[row] = ctypes.addressof(self._updates[adapter])
         return addresses
 
@@ -134,9 +162,19 @@ class FusedDecoder:
         decoder = read_decoder(self._loaded)
         assert decoder is not None, "a plain decoder with an adapter is a plain decoder"
         self._decoder = decoder
-        self._layers = [_fuse_layer(layer) for layer in decoder.layers]
         linear: Any = decoder.module.get_output_embeddings()
-        head, head_bias = self._head = (plain_weight(linear), plain_bias(linear))
+        if self._is_wide:
+            self._layers = [_read_layer(layer) for layer in decoder.layers]
+            self._own_updates = None
+            if self._loaded.lora is not None:
+                updates = [_read_update(linear) for linear in _list_linears(decoder)]
+                self._own_updates = (updates, _list_updates(updates))
+            head = base_weight(linear)
+        else:
+            self._layers = [_fuse_layer(layer) for layer in decoder.layers]
+            head = plain_weight(linear)
+        head_bias = plain_bias(linear)
+        self._head = (head, head_bias)
         addresses = (StepLayer * len(self._layers))(*(layer.addresses() for layer in self._layers))
         self._step = StepModel(
             self._product,
@@ -150,8 +188,10 @@ class FusedDecoder:
             self._rotations[1].data_ptr(),
             len(self._layers),
             head.shape[1],
-            self._layers[0].gate_up.shape[1] // 2,
+            base_weight(decoder.layers[0].gate_proj).shape[0],
             head.shape[0],
+            0,
+            self._is_wide,
         )
         return self._step
 
@@ -170,36 +210,68 @@ class FusedDecoder:
         )
 
 
-def _list_updates(decoder: Decoder, adapter: Adapter) -> ctypes.Array[LoraUpdate]:
-    """An adapter's updates, layer by layer, then the head's; their addresses live as it does."""
+def _is_wide(decoder: Decoder) -> bool:
+    """Whether weights are too large for a core's cache, and have sizes that its loops take."""
+    inner, hidden = base_weight(decoder.layers[0].gate_proj).shape
+    sizes = (inner, hidden, decoder.heads * decoder.dim)
+    return inner * hidden >= _WIDE and not any(size % _MULTIPLE for size in sizes)
+
+
+def _list_linears(decoder: Decoder) -> list[Any]:
+    """The linear layers, layer by layer, then the head."""
     linears: list[Any] = []
     for layer in decoder.layers:
         linears += [layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj]
         linears += [layer.gate_proj, layer.up_proj, layer.down_proj]
-    linears.append(decoder.module.get_output_embeddings())
-    updates = (LoraUpdate * len(linears))()
-    for place, linear in enumerate(linears):
-        update = adapter.layers.get(linear.name)
+    return [*linears, decoder.module.get_output_embeddings()]
+
+
+def _list_updates(updates: Sequence[LayerUpdate | None]) -> ctypes.Array[LoraUpdate]:
+    """The updates of ``_list_linears``; their addresses live as long as they do."""
+    listed = (LoraUpdate * len(updates))()
+    for place, update in enumerate(updates):
         if update is not None:
             down, up = update.down, update.up
-            updates[place] = LoraUpdate(down.data_ptr(), up.data_ptr(), down.shape[0], update.scale)
-    return updates
+            listed[place] = LoraUpdate(down.data_ptr(), up.data_ptr(), down.shape[0], update.scale)
+    return listed
+
+
+@torch.no_grad()
+def _read_update(linear: Any) -> LayerUpdate | None:
+    """The update of a layer's attached adapter; None where it has none."""
+    names = getattr(linear, "active_adapters", ())
+    if not names:
+        return None
+    (name,) = names
+    down, up = linear.lora_A[name].weight, linear.lora_B[name].weight
+    return LayerUpdate(down.contiguous(), up.t().contiguous(), linear.scaling[name])
+
+
+def _read_layer(layer: DecoderLayer) -> _LayerWeights:
+    """A wide model's layer: the module's own weights."""
+    return _LayerWeights(
+        input_norm=layer.input_norm.weight,
+        qkv=base_weight(layer.q_proj),
+        bias=_join_biases(layer),
+        norms=_read_norms(layer),
+        o=base_weight(layer.o_proj),
+        post_norm=layer.post_norm.weight,
+        gate_up=base_weight(layer.gate_proj),
+        down=base_weight(layer.down_proj),
+        k=base_weight(layer.k_proj),
+        v=base_weight(layer.v_proj),
+        up=base_weight(layer.up_proj),
+    )
 
 
 @torch.no_grad()
 def _fuse_layer(layer: DecoderLayer) -> _LayerWeights:
     attention = (layer.q_proj, layer.k_proj, layer.v_proj)
-    biases = [plain_bias(linear) for linear in attention]
-    norms = None
-    if layer.q_norm is not None and layer.k_norm is not None:
-        norms = (layer.q_norm.weight, layer.k_norm.weight)
     return _LayerWeights(
         input_norm=layer.input_norm.weight,
         qkv=torch.cat([plain_weight(linear) for linear in attention]).t().contiguous(),
-        bias=torch.cat([bias for bias in biases if bias is not None])
-        if None not in biases
-        else None,
-        norms=norms,
+        bias=_join_biases(layer),
+        norms=_read_norms(layer),
         o=plain_weight(layer.o_proj).t(),
         post_norm=layer.post_norm.weight,
         gate_up=torch.cat([plain_weight(layer.gate_proj), plain_weight(layer.up_proj)])
@@ -207,3 +279,17 @@ def _fuse_layer(layer: DecoderLayer) -> _LayerWeights:
         .contiguous(),
         down=plain_weight(layer.down_proj).t(),
     )
+
+
+@torch.no_grad()
+def _join_biases(layer: DecoderLayer) -> Tensor | None:
+    """Those of the attention projections, end to end."""
+    biases = [plain_bias(linear) for linear in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    return None if None in biases else torch.cat([bias for bias in biases if bias is not None])
+
+
+def _read_norms(layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
+    """The weights of the queries' and keys' norms, in families that have them."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return layer.q_norm.weight, layer.k_norm.weight
