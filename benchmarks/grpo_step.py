@@ -31,8 +31,8 @@ import torch
 from workload import SIZES, digit_share, make_model, make_rows, sgemm_gflops
 
 from hearth.local.inline import InlineWorker
+from training.config.parts import DeployConfig, TrainerConfig
 from training.recipes.rl_loop import Config, main
-from training.utils import DeployConfig
 
 ROWS = 512
 """Different rows; a longer run takes them again."""
@@ -111,6 +111,9 @@ def measure(asked: argparse.Namespace, folder: Path) -> Result:
         seed=asked.seed,
         max_samples_per_fwd_bwd=asked.call,
         min_samples_per_fwd_bwd=asked.stream,
+        ppo_n_minibatches=asked.minibatches,
+        lora_rank=asked.lora_rank,
+        trainer=TrainerConfig(dtype=None if asked.dtype == "float32" else asked.dtype),
         deployment=DeployConfig(tokenizer_model=str(model), max_batch_size=asked.rows),
     )
     summary = main(config, (rows * (1 + count // ROWS))[:count], reward_fn=digit_share)
@@ -239,6 +242,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-pad", type=int, default=0, help="characters before each prompt")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL to a reference")
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--minibatches", type=int, default=1, help="optimizer steps of a batch")
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--loss-path", choices=["client", "builtin"], default="client")
     parser.add_argument("--record", choices=["all", "none"], default="all", help="samples")
     parser.add_argument("--steps", type=int, default=10)

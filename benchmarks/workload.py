@@ -51,8 +51,19 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "intermediate_size": 1152,
     },
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+    },
 }
-"""Shapes of the models, by roughly their number of parameters; of the smallest, 340."""
+"""Shapes of the models, by roughly their number of parameters; of the smallest, 340.
+
+``0.6b`` is that of Qwen3-0.6B where the vocabulary is padded to 151,936.
+"""
 
 
 def make_model(
