@@ -130,18 +130,22 @@ clean:  ## Remove what the other targets made, runs excepted.
 	rm -rf $(VENV) $(TRL) $(VLLM) $(CLIENTS) $(HARNESSES) $(ENVIRONMENTS) viewer/node_modules mutants build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: with it in place nothing pulls another build of it.
-$(VENV)/.runtime: pyproject.toml constraints.txt
+$(VENV)/.torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Hearth needs Python 3.11 or newer: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
+	touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c constraints.txt -e '.[plot]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	$(PIP) install -c constraints.txt -e '.[dev]'
-	touch $@
+# All extras at once: to choose versions takes as long for one of them.
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP) install -c constraints.txt -e '.[plot,docs,dev]'
+	touch $(VENV)/.runtime $(VENV)/.docs $@
 
-$(VENV)/.docs: $(VENV)/.runtime
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@
 

@@ -135,7 +135,9 @@ def main() -> int:
     """Print a table of versions, and what went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=Path("runs/clients"))
-    parser.add_argument("--only", default="", help="the clients whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="the clients whose name has one of these in it"
+    )
     options = parser.parse_args()
     print("| client | methods | answered | refused with a reason | wrong | slowest, s |")
     print("|---|---:|---:|---:|---:|---|")
@@ -146,7 +148,7 @@ def main() -> int:
         os.environ[CATALOG_VARIABLE] = str(catalog)
         with tinker_server() as url:
             for client in list_clients():
-                if options.only in client.name:
+                if any(text in client.name for text in options.only):
                     installed = install(client.packages, options.into.resolve())
                     lines = call_all(client, installed, url)
                     are_right &= all(line["is_expected"] for line in lines)
