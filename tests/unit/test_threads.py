@@ -117,9 +117,10 @@ def test_a_thread_outside_a_budget_keeps_its_number() -> None:
 def test_a_full_board_takes_no_part(caplog: pytest.LogCaptureFixture) -> None:
     budget = ThreadBudget(2)
     for _ in range(64):
-        budget.add_member().note("sampling")
+        budget.add_member()
 
-    budget.add_member().note("sampling")
+    # In a thread of its own: a member that still computes would set the threads of later tests.
+    one_more = Worker(budget.add_member())
 
     assert "does not share the budget" in caplog.text
-    assert torch.get_num_threads() == 2
+    assert one_more.note("sampling") == 2
