@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hearth import local
 from hearth.errors import ConfigError
-from hearth.local import EmbeddedPlatform, check_tokenizer, resolve_model
 from hearth.sdk import (
     DeploymentConfig,
     DeploymentManager,
@@ -97,7 +97,7 @@ def check_platform(config: RecipeConfig) -> None:
             f"trainer.ranks must be 1 with placement='inline', got {trainer.ranks}: a process "
             "group does not belong into the recipe's process; use placement='process'"
         )
-    resolve_model(config.base_model)
+    local.resolve_model(config.base_model)
 
 
 @contextlib.contextmanager
@@ -225,7 +225,7 @@ def _connect(
         cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
     if is_embedded():
         name = config.tokenizer_config.tokenizer_model
-        check_tokenizer(tokenizer, name, config.base_model)
+        local.check_tokenizer(tokenizer, name, config.base_model)
     spec = InfraSpec.from_config(config)
     infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)
     stack.callback(infra.close)
@@ -271,7 +271,7 @@ def open_platform(work_dir: Path) -> Iterator[SamplingPlatform]:
         if base_url:
             _require_key()
         else:
-            base_url = stack.enter_context(EmbeddedPlatform(work_dir=work_dir)).base_url
+            base_url = stack.enter_context(local.EmbeddedPlatform(work_dir=work_dir)).base_url
         deployments = DeploymentManager(api_key, base_url=base_url)
         stack.callback(deployments.close)
         yield SamplingPlatform(deployments, api_key)
@@ -291,13 +291,15 @@ def serve_model(
     with contextlib.ExitStack() as stack:
         found = None if "/" in name or is_embedded() else deployments.get(name)
         if found is None:
-            resolve_model(name)
+            local.resolve_model(name)
             stack.callback(deployments.delete, deployment_id)
             found = deployments.create_or_get(
                 DeploymentConfig(deployment_id=deployment_id, base_model=name)
             )
             deployments.wait_for_ready(deployment_id)
-        tokenizer = load_tokenizer(TokenizerConfig(tokenizer_model=resolve_model(found.base_model)))
+        tokenizer = load_tokenizer(
+            TokenizerConfig(tokenizer_model=local.resolve_model(found.base_model))
+        )
         sampler = DeploymentSampler(
             deployments.inference_url,
             found.name,
@@ -359,7 +361,7 @@ def _find_platform(
         return base_url, read_api_key()
     on_status(f"the platform runs {_WHERE[config.placement]}, with {config.base_model}")
     platform = stack.enter_context(
-        EmbeddedPlatform(
+        local.EmbeddedPlatform(
             work_dir=Path(config.log_path).expanduser(),
             placement=config.placement,
             snapshot_store=config.snapshot_store,
