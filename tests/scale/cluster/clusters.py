@@ -77,7 +77,9 @@ class Nodes:
         running.wait()
 
     def become(self, *cpus: int) -> None:
-        """Other nodes in the place of those that there are, the head excepted."""
+        """Have nodes of these sizes beside the head; nothing is done where there are."""
+        if sorted(self.cpus[node_id] for node_id in self._nodes) == sorted(cpus):
+            return
         for node_id in list(self._nodes):
             self.kill(node_id, says_so=True)
         for count in cpus:

@@ -26,28 +26,29 @@ def no_tokens() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Nodes]:
-    """Two nodes with one CPU each, beside the one of the control plane.
+    """Nodes beside the one of the control plane; ``cluster`` and ``two_nodes`` say how large.
 
     Who kills one adds another.
     """
-    nodes = Nodes(1, 1)
+    nodes = Nodes()
     yield nodes
     nodes.shutdown()
 
 
 @pytest.fixture
 def cluster(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    """The nodes, which ``RAY_ADDRESS`` names."""
+    """The nodes, one CPU each, which ``RAY_ADDRESS`` names."""
+    nodes.become(1, 1)
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     return nodes
 
 
 @pytest.fixture
-def two_nodes(cluster: Nodes) -> Iterator[Nodes]:
+def two_nodes(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """Nodes of four CPUs and of one: a trainer of two ranks and two vLLM servers take all five."""
-    cluster.become(4, 1)
-    yield cluster
-    cluster.become(1, 1)
+    nodes.become(4, 1)
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    return nodes
 
 
 @pytest.fixture(scope="session")

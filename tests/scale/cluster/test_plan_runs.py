@@ -64,11 +64,11 @@ def test_two_gpus_share_the_weights_of_a_replica(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--no-reference",), ("--lora-rank=32",)], ids=["full", "adapter"]
+    ("flag", "replicas"), [("--no-reference", 2), ("--lora-rank=32", 1)], ids=["full", "adapter"]
 )
-def test_a_cluster_of_ray_has_ranks_and_replicas_on_its_nodes(tmp_path, two_nodes, flags):
-    printed = plan(tmp_path, "qwen3-8b", "--gpus=16", *flags)
+def test_a_cluster_of_ray_has_ranks_and_replicas_on_its_nodes(tmp_path, two_nodes, flag, replicas):
+    printed = plan(tmp_path, "qwen3-8b", "--gpus=16", flag)
     assert printed.lines[0] == "hearth serve --catalog shapes.toml --placement ray"
-    printed.shrink(ranks=2, replicas=2)
+    printed.shrink(ranks=2, replicas=replicas)
 
     check_steps(printed.train())

@@ -1,6 +1,8 @@
-"""Ranks with so many bytes of memory each train a model: MODEL FOLDER RANKS MEMORY MACHINES.
+"""Ranks with so many bytes of memory each train a model, for each line of the standard input.
 
-Each rank writes how many bytes of gradients it held at most, rank 0 the metrics of the steps too.
+A line is a ``Setup``, the answer are the exit codes of its ranks, which are forked from this
+process: it has imported what they need. Each rank writes how many bytes of gradients it held at
+most, rank 0 the metrics of the steps too.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - once for all ranks
 from tests.scale.ranks.trainers import random_data
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,6 +36,17 @@ LENGTHS = ((70, 3, 41, 17, 60, 9, 33, 50, 21), (60, 62, 63, 5))
 MICRO_BATCH_TOKENS = 48
 STEPS = 2
 ADAM = AdamParams(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.01)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What ranks train, where they write, and how many bytes of memory each has."""
+
+    source: str
+    folder: str
+    ranks: int
+    memory: int
+    machines: int = 1
 
 
 def train(engine: Any) -> dict[str, list[float]]:
@@ -70,6 +85,9 @@ class GradientMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # A forward pass has no new gradients, and to look costs more than most operations.
+        if torch.is_grad_enabled():
+            return result
         storages = [gradient.untyped_storage() for gradient in self._find_gradients()]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self.peak = max(self.peak, sum(sizes.values()))
@@ -104,17 +122,17 @@ class MeteredEngine(RankEngine):
         return super()._make_pass(**fields)
 
 
-def run_rank(rank: int, port: int, source: str, folder: Path, numbers: list[int]) -> None:
+def run_rank(rank: int, port: int, setup: Setup) -> None:
     """Train as one of the ranks, and write what was found."""
     setup_logging()
-    ranks, memory, machines = numbers
-    rendezvous, machine = Rendezvous("127.0.0.1", port, ranks, 120.0), f"machine-{rank % machines}"
-    group = rendezvous.join(rank, torch.device("cpu"), machine)
+    ranks, folder = setup.ranks, Path(setup.folder)
+    rendezvous = Rendezvous("127.0.0.1", port, ranks, 120.0)
+    group = rendezvous.join(rank, torch.device("cpu"), f"machine-{rank % setup.machines}")
     options = TrainerWorkerOptions(
         buckets=str(folder / "buckets"),
         bucket="bucket",
         base_model="tiny",
-        source=source,
+        source=setup.source,
         checkpoint_dir=str(folder / "checkpoints"),
         ranks=ranks,
         rank_timeout_s=120.0,
@@ -125,7 +143,7 @@ def run_rank(rank: int, port: int, source: str, folder: Path, numbers: list[int]
         micro_batch_tokens=MICRO_BATCH_TOKENS,
     )
     meter = GradientMeter()
-    engine = MeteredEngine(options, group, logging.error, memory=memory, meter=meter)
+    engine = MeteredEngine(options, group, logging.error, memory=setup.memory, meter=meter)
     found: dict[str, Any] = {}
     with meter:
         if rank == 0:
@@ -136,20 +154,33 @@ def run_rank(rank: int, port: int, source: str, folder: Path, numbers: list[int]
     (folder / f"rank-{rank}.json").write_text(json.dumps(found | {"peak": meter.peak}))
 
 
+def fork_rank(rank: int, port: int, setup: Setup) -> int:
+    """The process of a rank, which logs into the setup's folder."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        with Path(setup.folder, "log").open("a") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        run_rank(rank, port, setup)
+        code = 0
+    except Exception:
+        logging.exception("rank %d", rank)
+    finally:
+        os._exit(code)
+
+
 def main() -> None:
-    source, folder, numbers = sys.argv[1], Path(sys.argv[2]), [*map(int, sys.argv[3:])]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     torch.set_num_threads(1)
-    children: list[int] = []
-    for rank in range(1, numbers[0]):
-        if (child := os.fork()) == 0:
-            run_rank(rank, port, source, folder, numbers)
-            os._exit(0)
-        children.append(child)
-    run_rank(0, port, source, folder, numbers)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert not any(codes), codes
+    for line in sys.stdin:
+        setup = Setup(**json.loads(line))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        children = [fork_rank(rank, port, setup) for rank in range(setup.ranks)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        sys.stdout.write(json.dumps(codes) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

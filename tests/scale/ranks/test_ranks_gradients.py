@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.scale.ranks.gradients import MICRO_BATCH_TOKENS, train
+from tests.scale.ranks.gradients import MICRO_BATCH_TOKENS, Setup, train
 from tests.scale.ranks.trainers import assert_close, checkpoint_tensors, write_model
 
 from hearth.sync.chain import resolve
@@ -30,7 +32,9 @@ class Trained:
     state: dict[str, torch.Tensor]
     peaks: list[int]
     """Bytes of gradients that each rank held at most."""
-    log: str
+    log: str = ""
+    written: int = 0
+    """Bytes of the files of the checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +55,42 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     )
     metrics = train(engine)
     engine.close()
-    return Trained(metrics, checkpoint_tensors(folder, "trained"), [], "")
+    return Trained(metrics, checkpoint_tensors(folder, "trained"), [])
 
 
+@pytest.fixture(scope="module")
 def train_on_ranks(
-    model: Path, folder: Path, ranks: int, memory: int, machines: int = 1
-) -> Trained:
-    folder.mkdir()
-    command = [sys.executable, "-m", "tests.scale.ranks.gradients", str(model), str(folder)]
-    ran = subprocess.run(
-        [*command, str(ranks), str(memory), str(machines)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Trained]]:
+    """What so many ranks with so much memory train."""
+    command = [sys.executable, "-m", "tests.scale.ranks.gradients"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(ranks: int, memory: int, machines: int = 1) -> Trained:
+            setup = Setup(
+                str(model), str(tmp_path_factory.mktemp("ranks")), ranks, memory, machines
+            )
+            process.stdin.write(json.dumps(asdict(setup)) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            log = Path(setup.folder, "log").read_text()
+            assert answer == f"{[0] * ranks}\n", log[-3000:]
+            return read_trained(Path(setup.folder), ranks, log)
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def trained_on_ranks(train_on_ranks: Callable[..., Trained]) -> Callable[..., Trained]:
+    """The same, once for each setup."""
+    return functools.cache(train_on_ranks)
+
+
+def read_trained(folder: Path, ranks: int, log: str) -> Trained:
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     state = checkpoint_tensors(folder / "checkpoints", "trained")
     again = checkpoint_tensors(folder / "checkpoints", "again")
@@ -76,7 +100,8 @@ def train_on_ranks(
     weights = {f"weights/{name}": tensor for name, tensor in published.items()}
     assert all(torch.equal(tensor, state[name]) for name, tensor in weights.items())
     assert len(weights) == sum(name.startswith("weights/") for name in state)
-    return Trained(found[0], state, [rank["peak"] for rank in found], ran.stderr)
+    written = sum(path.stat().st_size for path in folder.rglob("trained/**/*.safetensors"))
+    return Trained(found[0], state, [rank["peak"] for rank in found], log, written)
 
 
 def assert_same(found: Trained, alone: Trained) -> None:
@@ -90,10 +115,10 @@ def assert_same(found: Trained, alone: Trained) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_in_parts_have_the_numbers_of_whole_ones_in_a_fraction_of_the_bytes(
-    model, alone, ranks, tmp_path
+    trained_on_ranks, alone, ranks
 ):
-    whole = train_on_ranks(model, tmp_path / "whole", ranks, AMPLE)
-    parts = train_on_ranks(model, tmp_path / "parts", ranks, NONE)
+    whole = trained_on_ranks(ranks, AMPLE)
+    parts = trained_on_ranks(ranks, NONE)
 
     for found in (whole, parts):
         assert_same(found, alone)
@@ -112,23 +137,23 @@ def test_gradients_in_parts_have_the_numbers_of_whole_ones_in_a_fraction_of_the_
     assert min(whole.peaks) >= total
 
 
-def test_the_same_memory_leaves_the_same_bits(model, tmp_path):
-    first = train_on_ranks(model, tmp_path / "first", 2, NONE)
-    again = train_on_ranks(model, tmp_path / "again", 2, NONE)
+def test_the_same_memory_leaves_the_same_bits(trained_on_ranks, train_on_ranks):
+    first = trained_on_ranks(2, NONE)
+    again = train_on_ranks(2, NONE)
 
     assert first.metrics["norms"] == again.metrics["norms"]
     assert all(torch.equal(value, again.state[name]) for name, value in first.state.items())
 
 
-def test_machines_that_hold_copies_have_the_numbers_of_one_process(model, alone, tmp_path):
+def test_machines_that_hold_copies_have_the_numbers_of_one_process(train_on_ranks, alone):
     """Four ranks as two on each of two machines; a checkpoint has every part once."""
     total = 4 * sum(
         value.numel() for name, value in alone.state.items() if name.startswith("weights/")
     )
-    copies = train_on_ranks(model, tmp_path / "copies", 4, AMPLE, machines=2)
+    copies = train_on_ranks(4, AMPLE, machines=2)
     # Parts of half a model, with their gradients and moments, and no whole gradient.
-    tight = train_on_ranks(model, tmp_path / "tight", 4, 5 * total, machines=2)
-    divided = train_on_ranks(model, tmp_path / "divided", 4, 3 * total, machines=2)
+    tight = train_on_ranks(4, 5 * total, machines=2)
+    divided = train_on_ranks(4, 3 * total, machines=2)
 
     for found in (copies, tight, divided):
         assert_same(found, alone)
@@ -138,9 +163,5 @@ def test_machines_that_hold_copies_have_the_numbers_of_one_process(model, alone,
     assert says not in divided.log
     assert "are added up whole" in copies.log
     assert "are added up in parts" in tight.log
-    written = sum(
-        path.stat().st_size
-        for path in (tmp_path / "copies/checkpoints/trained").rglob("*.safetensors")
-    )
     # Weights and two moments once, and headers.
-    assert 3 * total < written < 4 * total
+    assert 3 * total < copies.written < 4 * total
