@@ -29,6 +29,7 @@ from hearth.cli.verbs import VERBS
             ["hearth.viewer.app", "hearth.viewer.verb"], {"torch", "transformers"}, id="the viewer"
         ),
         pytest.param(["training.rewards"], {"torch", "math_verify"}, id="rewards"),
+        pytest.param(["hearth.models.peft_import"], {"bitsandbytes"}, id="peft"),
         pytest.param(
             [target.partition(":")[0] for target, *_ in VERBS.values()],
             {"torch", "tinker", "transformers", "ray", "numpy", "pyarrow", "duckdb", "textual"},

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 # By name: a launcher does not import what it launches. peft is imported where it is
 # used, and here once for all processes that are forked.
-WORKER_MODULES = ("hearth.trainer.worker", "hearth.inference.worker", "peft")
+WORKER_MODULES = ("hearth.trainer.worker", "hearth.inference.worker", "hearth.models.peft_import")
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,160}")
 _POLL_S = 0.01
 """How often a starting worker's folder is looked at."""

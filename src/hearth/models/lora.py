@@ -50,8 +50,8 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
     Raises:
         ConfigError: the model has no linear layer of the wanted parts, or has an adapter already.
     """
-    # Importing takes three seconds, and only LoRA needs it.
-    import peft
+    # Importing takes a while, and only LoRA needs it.
+    from hearth.models.peft_import import peft
 
     if loaded.lora is not None:
         raise ConfigError(f"{loaded.name!r} must have one adapter at most, got a second")

@@ -231,6 +231,9 @@ def _make_8bit_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     Raises:
         ConfigError: it is not installed.
     """
+    # While another thread imports peft, bitsandbytes is hidden; this import waits for that.
+    import hearth.models.peft_import  # noqa: F401 - see above
+
     try:
         import bitsandbytes  # an extra, and slow to import
     except ImportError:
