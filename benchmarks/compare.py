@@ -1,12 +1,13 @@
 """Hearth against what its users would pick instead, in turn, on the same workloads.
 
 Contenders are scripts that take the options of ``grpo_step.py`` and print one JSON object last:
-TRL's ``GRPOTrainer`` (in an environment of its own), a hand-written plain-PyTorch loop (the floor)
-and Hearth's recipe. They run one after the other, round after round; every figure is the median of
-its rounds. One whose script or environment is missing is left out, and said.
+TRL's ``GRPOTrainer`` (in an environment of its own), a hand-written plain-PyTorch loop (the floor,
+for workloads that it knows) and Hearth's recipe. They run one after the other, round after round;
+every figure is the median of its rounds. One whose script or environment is missing is left out,
+and said.
 
     make bench
-    python benchmarks/compare.py --bench FOLDER [--trl-python PYTHON] [--rounds 5] [--only NAME ...]
+    python benchmarks/compare.py --bench FOLDER [--trl-python PYTHON] [--rounds 3] [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from workload import processor, sgemm_gflops
+from workload import make_model, processor, sgemm_gflops
 
 HERE = Path(__file__).parent
 HEADING = """\
@@ -33,27 +35,53 @@ HEADING = """\
     make bench
 
 The same model, prompts, reward and numbers of samples for all: 8 prompts of 8 completions a step,
-float32, 2 threads, AdamW; models of 0.8 M (1m) and 3.2 M (3m) parameters. The *floor* is a plain
+float32, 2 threads, AdamW; models of 0.8 M (1m) and 3.2 M (3m) parameters. *Reference* adds a KL
+term of 0.04 to a frozen reference. *4 optimizer steps* cuts a batch of 4 prompts of 16 completions,
+with prompts of 400 tokens, into four. *0.6b LoRA* is the shape of Qwen3-0.6B with random weights:
+rank 16, 4 prompts of 4, 128 tokens of prompt and 64 new ones. The *floor* is a plain
 PyTorch loop without platform, recipe or checks; with prompts of 222 tokens it computes each prompt
 once. Each run is a process of its own, in turn, A B C A B C; of a run's steps after the warm-up the
 faster half counts, and every figure is the median of the rounds. *x of it* is Hearth's samples/s
 over the system's, the median of the rounds' ratios; *least* is the smallest of them. *x in tokens*
 is the same in sampled tokens/s, where policies that learn differently sample different lengths.
 """
+LARGE = (
+    *("--model", "0.6b", "--vocab", "151936", "--fixed-len", "--prompt-pad", "106"),
+    *("--prompts", "4", "--group", "4", "--lora-rank", "16"),
+)
 WORKLOADS: dict[str, tuple[str, ...]] = {
     "3m fixed 64": ("--model", "3m", "--fixed-len"),
     "3m ragged to 256": ("--model", "3m", "--max-new", "256"),
     "1m ragged 64": ("--model", "1m"),
     "3m vocabulary 4096": ("--model", "3m", "--fixed-len", "--vocab", "4096"),
     "3m prompt of 222": ("--model", "3m", "--fixed-len", "--prompt-pad", "200"),
+    "3m fixed 64, reference": ("--model", "3m", "--fixed-len", "--beta", "0.04"),
+    "3m ragged to 256, reference": ("--model", "3m", "--max-new", "256", "--beta", "0.04"),
+    "3m, 4 optimizer steps": (
+        *("--model", "3m", "--fixed-len", "--prompt-pad", "378"),
+        *("--prompts", "4", "--group", "16", "--minibatches", "4"),
+    ),
+    "0.6b LoRA": LARGE,
+    "0.6b LoRA, bfloat16": (*LARGE, "--dtype", "bfloat16"),
 }
-STEPS = {"3m fixed 64": 5, "3m ragged to 256": 2, "1m ragged 64": 7}
+STEPS = {
+    "3m fixed 64": 5,
+    "3m ragged to 256": 2,
+    "3m ragged to 256, reference": 2,
+    "1m ragged 64": 7,
+    "0.6b LoRA": 2,
+    "0.6b LoRA, bfloat16": 2,
+}
 """Where a step is shorter or longer than elsewhere."""
+ROUNDS = {"0.6b LoRA": 1, "0.6b LoRA, bfloat16": 1}
+"""Of workloads of which a round takes minutes."""
+FLOOR_KNOWS = tuple(WORKLOADS)[:5]
 USUAL_STEPS = 3
 WARM_UP = 1
+"""Steps left out at the start."""
 SHARES_PREFIX = ("3m prompt of 222",)
 """Where the floor is faster with each prompt computed once."""
-TIMEOUT_S = 900.0
+TIMEOUT_S = 1200.0
 
 Result = Mapping[str, Any]
 
@@ -73,8 +101,12 @@ class Contender:
                 return f"{path} is not there"
         return None
 
-    def run(self, workload: str, steps: int | None) -> Result:
-        """One run in a process of its own.
+    def runs(self, workload: str) -> bool:
+        """Whether it knows the workload's options."""
+        return self.name != "floor" or workload in FLOOR_KNOWS
+
+    def run(self, workload: str, steps: int | None, model: Path) -> Result:
+        """One run in a process of its own; ``model`` is the folder of the workload's.
 
         Raises:
             subprocess.CalledProcessError: it failed; its error output is shown.
@@ -86,13 +118,13 @@ class Contender:
             self.python,
             str(self.script),
             *WORKLOADS[workload],
-            "--steps",
-            str(steps),
-            "--warmup",
-            str(WARM_UP),
+            *("--steps", str(steps), "--warmup", str(WARM_UP)),
             *extra,
         ]
-        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self.name != "floor":
+            command += ["--model", str(model)]
+        quiet = {"HF_HUB_OFFLINE": "1", "TRL_DISABLE_USAGE_STATS": "1"}
+        quiet["TOKENIZERS_PARALLELISM"] = "false"
         done = subprocess.run(
             command,
             capture_output=True,
@@ -111,7 +143,7 @@ def contenders(asked: argparse.Namespace) -> Iterator[Contender]:
     """Those that can run here."""
     bench = Path(asked.bench)
     every = (
-        Contender("trl", asked.trl_python, bench / "trl_cpu_bench.py"),
+        Contender("trl", asked.trl_python, HERE / "trl_step.py"),
         Contender("floor", sys.executable, bench / "floor_cpu_bench.py"),
         Contender("hearth", sys.executable, HERE / "grpo_step.py"),
     )
@@ -128,18 +160,32 @@ def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
     able = list(contenders(asked))
     found: dict[str, dict[str, list[Result]]] = {}
     for workload in asked.only or WORKLOADS:
-        found[workload] = {contender.name: [] for contender in able}
-        for number in range(asked.rounds):
-            for contender in able:
-                started = time.perf_counter()
-                result = contender.run(workload, asked.steps)
-                found[workload][contender.name].append(result)
-                sys.stderr.write(
-                    f"{workload}, round {number + 1}, {contender.name}: {result['samples_per_s']} "
-                    f"samples/s, sgemm {result['sgemm_gflops_before_after']}, "
-                    f"{time.perf_counter() - started:.0f} s\n"
-                )
+        chosen = [contender for contender in able if contender.runs(workload)]
+        found[workload] = {contender.name: [] for contender in chosen}
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_workload_model(workload, Path(folder))
+            for number in range(min(asked.rounds, ROUNDS.get(workload, asked.rounds))):
+                for contender in chosen:
+                    started = time.perf_counter()
+                    result = contender.run(workload, asked.steps, model)
+                    found[workload][contender.name].append(result)
+                    sys.stderr.write(
+                        f"{workload}, round {number + 1}, {contender.name}: "
+                        f"{result['samples_per_s']} samples/s, {result['peak_rss_mib']} MiB, sgemm "
+                        f"{result['sgemm_gflops_before_after']}, "
+                        f"{time.perf_counter() - started:.0f} s\n"
+                    )
     return found
+
+
+def make_workload_model(workload: str, folder: Path) -> Path:
+    """The model of a workload's options, which all contenders but the floor read."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--vocab", type=int, default=0)
+    parser.add_argument("--fixed-len", action="store_true")
+    asked, _ = parser.parse_known_args(WORKLOADS[workload])
+    return make_model(folder, asked.model, vocab=asked.vocab, fixed_length=asked.fixed_len)
 
 
 def table(found: Mapping[str, Mapping[str, list[Result]]]) -> str:
@@ -159,7 +205,7 @@ def table(found: Mapping[str, Mapping[str, list[Result]]]) -> str:
                 return statistics.median(result[key] for result in results)
 
             lines.append(
-                f"| {workload} | {name} | {median('samples_per_s'):.1f} "
+                f"| {workload} | {name} | {median('samples_per_s'):.2f} "
                 f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} | {in_tokens:.2f} "
                 f"| {median('gen_tokens_per_s'):,.0f} | {median('generate_s'):.3f} "
                 f"| {median('fwd_bwd_s'):.3f} | {median('step_s'):.3f} "
@@ -189,7 +235,7 @@ def command() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bench", default="../shared/bench", help="the other systems' scripts")
     parser.add_argument("--trl-python", default=".venv-trl/bin/python")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run; by default 2 to 7")
     parser.add_argument("--only", nargs="*", choices=list(WORKLOADS))
     asked = parser.parse_args()

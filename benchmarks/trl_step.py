@@ -1,8 +1,8 @@
 """One GRPO step of TRL's ``GRPOTrainer``, on the model, rows and reward of ``grpo_step.py``.
 
 It runs in an environment of its own (``make .venv-trl/.installed``) from a model's folder, and
-takes the options of ``grpo_step.py``. A step is a batch of samples, whatever the number of optimizer
-steps in it. Figures are means over the faster half of the steps after the warm-up.
+takes the options of ``grpo_step.py``. A step is a batch of samples, whatever the number of
+optimizer steps in it. Figures are means over the faster half of the steps after the warm-up.
 
     HF_HUB_OFFLINE=1 .venv-trl/bin/python benchmarks/trl_step.py --model FOLDER --fixed-len
 """

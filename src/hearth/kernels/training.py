@@ -86,6 +86,15 @@ def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     return _Score.apply(logits, targets, 1.0 / temperature)  # pyright: ignore[reportReturnType]
 
 
+def score_frozen(states: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """Logprobs [R] as ``score`` has them, of states [R, H] under a ``head`` [V, H] that is not trained.
+
+    The gradient of a row's logprob in its state is computed with it and kept, [R, H] instead of
+    logits [R, V]: the backward pass scales it.
+    """
+    return _ScoreFrozen.apply(states, head, targets, 1.0 / temperature)  # pyright: ignore[reportReturnType]
+
+
 def _loops() -> ctypes.CDLL:
     loops = kernels()
     assert loops is not None, "callers check kernels() first"
@@ -241,23 +250,52 @@ class _Products(Function):
 class _Score(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, factor: float) -> Tensor:
-        rows, vocab = logits.shape
-        logprobs, largest, log_sums = logits.new_empty(3, rows)
-        threads = torch.get_num_threads()
-        given, made = _addresses(logits, targets), _addresses(logprobs, largest, log_sums)
-        _loops().hearth_score_forward(*given, factor, rows, vocab, *made, threads)
-        ctx.save_for_backward(logits, targets, largest, log_sums)
+        logprobs, *kept = _score(logits, targets, factor)
+        ctx.save_for_backward(logits, targets, *kept)
         ctx.factor = factor
         return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        logits, targets, largest, log_sums = ctx.saved_tensors
-        grad, threads = grad.contiguous(), torch.get_num_threads()
-        given, kept = _addresses(logits, targets), _addresses(largest, log_sums, grad)
-        _loops().hearth_score_backward(*given, ctx.factor, *kept, *logits.shape, threads)
+        logits, targets, *kept = ctx.saved_tensors
+        _become_gradient(logits, targets, ctx.factor, *kept, grad.contiguous())
         return logits, None, None
+
+
+class _ScoreFrozen(Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, targets: Tensor, factor: float) -> Tensor:
+        logits = states @ head.t()
+        logprobs, *kept = _score(logits, targets, factor)
+        if ctx.needs_input_grad[0]:
+            _become_gradient(logits, targets, factor, *kept, torch.ones_like(logprobs))
+            ctx.save_for_backward(logits @ head)
+        return logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (slopes,) = ctx.saved_tensors
+        return slopes * grad[:, None], None, None, None
+
+
+def _score(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs, and what their gradient needs: the largest logits and the sums' logs, [R] each."""
+    rows, vocab = logits.shape
+    logprobs, largest, log_sums = logits.new_empty(3, rows)
+    given, made = _addresses(logits, targets), _addresses(logprobs, largest, log_sums)
+    _loops().hearth_score_forward(*given, factor, rows, vocab, *made, torch.get_num_threads())
+    return logprobs, largest, log_sums
+
+
+def _become_gradient(
+    logits: Tensor, targets: Tensor, factor: float, largest: Tensor, log_sums: Tensor, grad: Tensor
+) -> None:
+    """Overwrite logits with their gradient, given that of the logprobs [R]."""
+    given, kept = _addresses(logits, targets), _addresses(largest, log_sums, grad)
+    threads = torch.get_num_threads()
+    _loops().hearth_score_backward(*given, factor, *kept, *logits.shape, threads)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:

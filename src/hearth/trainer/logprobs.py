@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hearth.errors import ConfigError
-from hearth.kernels.training import score
+from hearth.kernels.training import score, score_frozen
 from hearth.models.loading import LoadedModel
 from hearth.models.packed import PackedDecoder
 from hearth.models.recompute import recomputing
@@ -118,7 +118,8 @@ class TargetScorer:
         """Logprobs [R, K] (float32) of ``targets`` [R, K] after ``hidden`` [R, H].
 
         They are those of ``softmax(logits / temperature)``. Above the budget each chunk drops its
-        logits and computes them again in the backward pass.
+        logits. It computes them again in the backward pass, or, under a head that is not trained, keeps
+        its states' gradient.
         """
         rows = hidden.shape[0]
         chunks = max(1, -(-rows // self._chunk_rows))
@@ -127,7 +128,19 @@ class TargetScorer:
         parts = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
         is_kept = chunks == 1 or not torch.is_grad_enabled()
         run = self._score_chunk if is_kept else self._score_chunk_again
+        if not is_kept and self._has_frozen_head() and targets.shape[1] == 1:
+            run = self._score_chunk_once
         return torch.cat([run(states, wanted, temperature) for states, wanted in parts])[:rows]
+
+    def _has_frozen_head(self) -> bool:
+        """Whether logits are one product, with a weight that is not trained."""
+        head = self._module.get_output_embeddings()
+        is_plain = isinstance(self._packed, PackedDecoder) and type(head) is torch.nn.Linear
+        return is_plain and head.bias is None and not head.weight.requires_grad
+
+    def _score_chunk_once(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        weight = self._module.get_output_embeddings().weight
+        return score_frozen(hidden, weight, targets[:, 0].contiguous(), temperature)[:, None]
 
     def _score_chunk_again(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         scored = checkpoint(
