@@ -87,7 +87,7 @@ def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def score_frozen(states: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Logprobs [R] as ``score`` has them, of states [R, H] under a ``head`` [V, H] that is not trained.
+    """Logprobs [R] as ``score`` has them, of states [R, H] under a frozen ``head`` [V, H].
 
     The gradient of a row's logprob in its state is computed with it and kept, [R, H] instead of
     logits [R, V]: the backward pass scales it.

@@ -118,8 +118,8 @@ class TargetScorer:
         """Logprobs [R, K] (float32) of ``targets`` [R, K] after ``hidden`` [R, H].
 
         They are those of ``softmax(logits / temperature)``. Above the budget each chunk drops its
-        logits. It computes them again in the backward pass, or, under a head that is not trained, keeps
-        its states' gradient.
+        logits. It computes them again in the backward pass, or, under a frozen head, keeps the
+        gradient of its states.
         """
         rows = hidden.shape[0]
         chunks = max(1, -(-rows // self._chunk_rows))

@@ -62,8 +62,10 @@ def test_chunks_change_neither_logprobs_nor_gradient(
 
     whole, in_chunks = run(2**20), run(1)
     assert torch.equal(whole[0], in_chunks[0])
+    # Some are differences of large numbers, and round as those do.
+    noise = 1e-6 * max(float(gradient.abs().max()) for gradient in whole[1])
     for gradient, other in zip(whole[1], in_chunks[1], strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=noise)
 
 
 @pytest.mark.slow
