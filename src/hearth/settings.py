@@ -71,6 +71,9 @@ class Settings:
     """Trainers, and deployments, that may run at once for one key; empty: any number."""
     requests_per_key: int | None = None
     """Requests of one key that are answered at once; empty: any number."""
+    gateways: int = 1
+    """Processes that listen at the address and pass completions to deployments; with several, the
+    platform's own process answers the rest."""
     trainer_threads: int | None = None
     """CPU threads of a trainer's process; empty: its share of all cores."""
     deployment_threads: int | None = None
@@ -105,6 +108,12 @@ class Settings:
         _require(self.keep_snapshots >= 0, "keep_snapshots", ">= 0", self.keep_snapshots)
         _require(self.max_body_mb >= 1, "max_body_mb", ">= 1", self.max_body_mb)
         _require(self.orphan_timeout_s > 0, "orphan_timeout_s", "> 0", self.orphan_timeout_s)
+        _require(1 <= self.gateways <= MOST_GATEWAYS, "gateways", _GATEWAYS_RULE, self.gateways)
+        if self.gateways > 1:
+            rule = "1 with placement 'inline', whose deployments other processes cannot reach"
+            _require(self.placement != "inline", "gateways", rule, self.gateways)
+            rule = "unset with several gateways, which each count their own"
+            _require(self.requests_per_key is None, "requests_per_key", rule, self.requests_per_key)
         for name in ("trainer_threads", "deployment_threads", *_PER_KEY):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, ">= 1 or unset", value)
@@ -182,6 +191,8 @@ def vllm_python() -> str:
     return os.environ.get(VLLM_PYTHON_VARIABLE) or sys.executable
 
 
+MOST_GATEWAYS = 64
+_GATEWAYS_RULE = f"in 1..{MOST_GATEWAYS}"
 _PER_KEY = ("workers_per_key", "requests_per_key")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a text"),

@@ -138,6 +138,22 @@ def test_no_key_is_shown_with_the_settings(tmp_path, monkeypatch):
     assert "hunter" not in repr(Settings(api_keys_file=path))
 
 
+@pytest.mark.parametrize("number", [0, 65])
+def test_gateways_are_one_to_64(number):
+    with pytest.raises(ConfigError, match=f"gateways must be in 1..64, got {number}"):
+        Settings(gateways=number)
+
+
+def test_several_gateways_refuse_what_they_would_ignore(monkeypatch):
+    monkeypatch.setenv("HEARTH_API_KEYS", "a-key")
+
+    with pytest.raises(ConfigError, match="gateways must be 1 with placement 'inline'"):
+        Settings(gateways=2, placement="inline")
+    with pytest.raises(ConfigError, match="requests_per_key must be unset with several gateways"):
+        Settings(gateways=2, requests_per_key=2)
+    assert Settings(gateways=2, workers_per_key=2).gateways == 2
+
+
 @pytest.mark.parametrize("name", ["workers_per_key", "requests_per_key"])
 def test_limits_of_keys_need_keys(name, monkeypatch):
     with pytest.raises(ConfigError, match=f"{name} must be unset without API keys"):

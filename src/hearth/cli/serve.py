@@ -44,6 +44,8 @@ class ServeFlags:
     """Trainers, and deployments, that may run at once for one key; not given, any number."""
     requests_per_key: int | None = None
     """Requests of one key that are answered at once; not given, any number."""
+    gateways: int | None = None
+    """Processes that listen at the address and pass completions to deployments (1)."""
     trainer_threads: int | None = None
     """CPU threads of a trainer's process; not given, its share of all cores."""
     deployment_threads: int | None = None

@@ -12,7 +12,9 @@ import contextlib
 import logging
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -44,8 +46,8 @@ LINK_PREFIX = "/api/v1/links/"
 BUCKET_HEADER = b"x-hearth-snapshot-bucket"
 """Names the bucket that a hot-load reads; only the gateway sets it."""
 _HEALTH_PATH = "/api/v1/healthz"
-_ANSWERED = 200
-_SAMPLING_PATHS = (
+ANSWERED = 200
+SAMPLING_PATHS = (
     "/inference/",
     "/hot_load/",
     "/v1/completions",
@@ -53,7 +55,7 @@ _SAMPLING_PATHS = (
     "/v1/tokenize",
     "/tokenize",
 )
-_REFUSED_PATHS = {
+REFUSED_PATHS = {
     "/v1/responses": "ask /v1/chat/completions",
     "/inference/v1/responses": "ask /inference/v1/chat/completions",
     "/inference/v1/generate": (
@@ -63,6 +65,7 @@ _REFUSED_PATHS = {
 """What clients of other servers ask, and what answers them here."""
 _TINKER_CHANGES = ("/create_session", "/create_model", "/load_weights", "/publish")
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
+HOT_LOAD_PREFIX = "/hot_load/"
 KEY_NAME = "hearth.key"
 """In a request's scope: the name of its key."""
 _ACCESS_HEADERS = frozenset(
@@ -96,35 +99,21 @@ _KEEPALIVE: tuple[tuple[int, int, int], ...] = (
 """A machine that loses its power closes no connection: after 30 s of silence it counts as gone."""
 
 
-class Gateway:
-    """The ASGI app of a whole platform."""
+class BaseGateway(ABC):
+    """An ASGI app that checks requests, counts them, and passes them on to whom they are for."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        deployments: Deployments,
-        control: App,
-        access: Access,
-        audit: AuditLog | None = None,
-    ) -> None:
+    def __init__(self, access: Access, audit: AuditLog | None = None) -> None:
         self.metrics = RequestMetrics()
-        self.tinker: App | None = None
-        """Answers what begins with ``TINKER_PREFIX``."""
-        self._jobs = jobs
-        self._deployments = deployments
-        self._control = control
         self._access = access
         self._audit = audit
         self._answering = Counter[str]()
         """Requests that are being answered, by their key's name."""
-        self._short_body = access.max_body // _TRAINER_BODY_RATIO
+        self.short_body = access.max_body // _TRAINER_BODY_RATIO
         """Longest body that is not to a trainer."""
         self._trainer_room = Room(_ROOM_RATIO * access.max_body, "bytes of bodies")
         self._room = Room(access.max_body // _OTHER_ROOM_RATIO, "bytes of bodies")
         """For bodies that are not to a trainer. Some are read as a whole, and a list of token ids
         takes several times as much memory as its JSON."""
-        self._own_room = Room(2**62, "bytes of bodies")
-        """For the platform's own requests, whose clients' bodies count already."""
         self._clients: dict[str, httpx.AsyncClient] = {}
         """Of workers in processes of their own, by socket or URL."""
         self._ending: asyncio.Future[None] | None = None
@@ -137,16 +126,22 @@ class Gateway:
             try:
                 is_link = scope["path"].startswith(LINK_PREFIX) and scope["method"] == "GET"
                 key = ANYONE if is_link else self._access.check(scope)
-                await self._answer(scope, receive, send, key)
-            except ClientDisconnect:
-                return
-            except httpx.TransportError as error:
-                # Returning before the answer is complete cuts the connection.
-                logger.warning(
-                    "answer to %s %s broke off: %s", scope["method"], scope["path"], error
-                )
             except HearthError as error:
                 await error_response(error)(scope, receive, send)
+                return
+            await self.answer(scope, receive, send, key)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
+        """Answer an accepted request of the key of that name."""
+        try:
+            await self._answer(scope, receive, send, key)
+        except ClientDisconnect:
+            return
+        except httpx.TransportError as error:
+            # Returning before the answer is complete cuts the connection.
+            logger.warning("answer to %s %s broke off: %s", scope["method"], scope["path"], error)
+        except HearthError as error:
+            await error_response(error)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
         """Answer an accepted request of the key of that name, and write down what it changes."""
@@ -156,7 +151,7 @@ class Gateway:
                 f"requests of one key must be at most {most} at once, got one more: ask again soon"
             )
         self._answering[key] += 1
-        tracked = _TrackedSend(send)
+        tracked = TrackedSend(send)
         part, start_s = name_part(scope["path"]), time.perf_counter()
         self.metrics.begin(part)
         try:
@@ -170,28 +165,6 @@ class Gateway:
                 del self._answering[key]
             if self._audit is not None and _changes_resources(scope):
                 await run_in_threadpool(self._audit.write, key, scope, tracked.status)
-
-    def worker_app(self, resources: Jobs | Deployments, id: str) -> App:
-        """What answers requests that the platform itself has for a resource's worker."""
-
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            tracked = _TrackedSend(send)
-            body = Body(scope, receive, limit=self._access.max_body, room=self._own_room, client="")
-            try:
-                worker_scope = _build_worker_scope(scope, scope["path"])
-                if isinstance(resources, Jobs):
-                    resources.live.note_use(id)
-                client = dict(scope["headers"]).get(CLIENT_HEADER, b"")
-                worker_scope["headers"].append((CLIENT_HEADER, client))
-                await self._forward_to(resources, id, worker_scope, body, tracked)
-                if tracked.status == _ANSWERED and isinstance(resources, Deployments):
-                    resources.note_completion(id)
-            except HearthError as error:
-                await error_response(error)(scope, receive, tracked)
-            finally:
-                body.release()
-
-        return answer
 
     @property
     def is_ending(self) -> bool:
@@ -218,13 +191,13 @@ class Gateway:
             await client.aclose()
         self._clients.clear()
 
-    async def _route(self, scope: Scope, receive: Receive, send: _TrackedSend) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: TrackedSend) -> None:
         is_long = scope["path"].startswith((TRAINER_PREFIX, TINKER_PREFIX))
         client = self._access.name_client(scope)
         body = Body(
             scope,
             receive,
-            limit=self._access.max_body if is_long else self._short_body,
+            limit=self._access.max_body if is_long else self.short_body,
             room=self._trainer_room if is_long else self._room,
             client=client.decode(),
         )
@@ -233,66 +206,28 @@ class Gateway:
         finally:
             body.release()
 
-    async def _route_body(
-        self, scope: Scope, body: Body, client: bytes, send: _TrackedSend
-    ) -> None:
-        path: str = scope["path"]
-        if path.startswith(TRAINER_PREFIX):
-            job_id, inner = _split_trainer_path(path)
-            worker_scope = _build_worker_scope(scope, inner)
-            if inner != _HEALTH_PATH:
-                self._jobs.live.note_use(job_id)
-            await self._forward_to(self._jobs, job_id, worker_scope, body, send)
-            return
-        if path.startswith(TINKER_PREFIX) and self.tinker is not None:
-            await self.tinker(scope, body.receive, send)
-            return
-        if path in _REFUSED_PATHS:
-            raise NotFoundError(
-                f"path must be one that the platform has, got {path!r}: {_REFUSED_PATHS[path]}"
-            )
-        if path.startswith(_SAMPLING_PATHS):
-            deployment_id = await _read_deployment_id(scope, body, self._short_body)
-            worker_scope = _build_worker_scope(scope, path)
-            worker_scope["headers"].append((CLIENT_HEADER, client))
-            if path.startswith("/hot_load/") and scope["method"] == "POST":
-                bucket = await run_in_threadpool(self._deployments.find_bucket, deployment_id)
-                worker_scope["headers"].append((BUCKET_HEADER, bucket.encode()))
-            await self._forward_to(self._deployments, deployment_id, worker_scope, body, send)
-            if send.status == _ANSWERED and not path.startswith("/hot_load/"):
-                self._deployments.note_completion(deployment_id)
-            return
-        await self._control(scope, body.receive, send)
+    @abstractmethod
+    async def _route_body(self, scope: Scope, body: Body, client: bytes, send: TrackedSend) -> None:
+        """Answer a request of ``client`` that is within the limits."""
 
-    async def _forward_to(
-        self, resources: Jobs | Deployments, id: str, scope: Scope, body: Body, send: Send
-    ) -> None:
-        """Have a resource's worker answer. Where it dies meanwhile, the answer says how."""
-        endpoint = await _find_endpoint(resources, id)
-        try:
-            await self._forward(endpoint, scope, body, send)
-        except TransportError:
-            # Whoever watches the worker sees its end within milliseconds.
-            end_s = time.monotonic() + _NOTICE_S
-            while (
-                resources.live.endpoint(id) == endpoint
-                and time.monotonic() < end_s
-                and not self._end_future().done()
-            ):
-                await asyncio.sleep(_NOTICE_POLL_S)
-            if resources.live.endpoint(id) is None:
-                await run_in_threadpool(resources.find_endpoint, id)
-            raise
+    @abstractmethod
+    def _living_urls(self) -> Collection[str | None]:
+        """The URLs of workers that run."""
 
-    async def _forward(self, endpoint: Endpoint, scope: Scope, body: Body, send: Send) -> None:
+    async def forward(self, endpoint: Endpoint, scope: Scope, body: Body, send: Send) -> None:
+        """Have a worker answer.
+
+        Raises:
+            TransportError: it does not.
+        """
         if endpoint.app is not None:
             await endpoint.app(scope, body.receive, send)
             return
         # A client that leaves within a short body reaches no worker.
         await body.read(_STREAMED_FROM)
         request = await _build_request(scope, body, endpoint)
-        client = await self._get_client(endpoint)
-        sent = _TrackedSend(send)
+        client = await self.get_client(endpoint)
+        sent = TrackedSend(send)
         answering = asyncio.create_task(_pass_on(client, request, sent))
         leaving = asyncio.create_task(_await_disconnect(body))
         ended = self._end_future()
@@ -312,7 +247,7 @@ class Gateway:
         if is_late and not sent.has_begun:
             raise TransportError("platform must be open, got a request while it ends: ask again")
 
-    async def _get_client(self, endpoint: Endpoint) -> httpx.AsyncClient:
+    async def get_client(self, endpoint: Endpoint) -> httpx.AsyncClient:
         """The client of a worker; those of workers that have ended go."""
         address = endpoint.socket or endpoint.url
         assert address is not None, "an endpoint is an app, a socket or a URL"
@@ -330,8 +265,7 @@ class Gateway:
         """Whether the worker at a socket or URL is gone."""
         if address.startswith("/"):
             return not Path(address).exists()
-        living = [*self._jobs.live.endpoints(), *self._deployments.live.endpoints()]
-        return all(endpoint.url != address for endpoint in living)
+        return address not in self._living_urls()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -343,7 +277,111 @@ class Gateway:
                 return
 
 
-class _TrackedSend:
+class Gateway(BaseGateway):
+    """The ASGI app of a whole platform."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        deployments: Deployments,
+        control: App,
+        access: Access,
+        audit: AuditLog | None = None,
+    ) -> None:
+        super().__init__(access, audit)
+        self.tinker: App | None = None
+        """Answers what begins with ``TINKER_PREFIX``."""
+        self._jobs = jobs
+        self._deployments = deployments
+        self._control = control
+        self._own_room = Room(2**62, "bytes of bodies")
+        """For the platform's own requests, whose clients' bodies count already."""
+
+    def worker_app(self, resources: Jobs | Deployments, id: str) -> App:
+        """What answers requests that the platform itself has for a resource's worker."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            tracked = TrackedSend(send)
+            body = Body(scope, receive, limit=self._access.max_body, room=self._own_room, client="")
+            try:
+                worker_scope = build_worker_scope(scope, scope["path"])
+                if isinstance(resources, Jobs):
+                    resources.live.note_use(id)
+                client = dict(scope["headers"]).get(CLIENT_HEADER, b"")
+                worker_scope["headers"].append((CLIENT_HEADER, client))
+                await self._forward_to(resources, id, worker_scope, body, tracked)
+                if tracked.status == ANSWERED and isinstance(resources, Deployments):
+                    resources.note_completion(id)
+            except HearthError as error:
+                await error_response(error)(scope, receive, tracked)
+            finally:
+                body.release()
+
+        return answer
+
+    async def _route_body(self, scope: Scope, body: Body, client: bytes, send: TrackedSend) -> None:
+        path: str = scope["path"]
+        if path.startswith(TRAINER_PREFIX):
+            job_id, inner = _split_trainer_path(path)
+            worker_scope = build_worker_scope(scope, inner)
+            if inner != _HEALTH_PATH:
+                self._jobs.live.note_use(job_id)
+            await self._forward_to(self._jobs, job_id, worker_scope, body, send)
+            return
+        if path.startswith(TINKER_PREFIX) and self.tinker is not None:
+            await self.tinker(scope, body.receive, send)
+            return
+        if path in REFUSED_PATHS:
+            raise NotFoundError(
+                f"path must be one that the platform has, got {path!r}: {REFUSED_PATHS[path]}"
+            )
+        if path.startswith(SAMPLING_PATHS):
+            deployment_id = await read_deployment_id(scope, body, self.short_body)
+            worker_scope = build_worker_scope(scope, path)
+            worker_scope["headers"].append((CLIENT_HEADER, client))
+            if path.startswith(HOT_LOAD_PREFIX) and scope["method"] == "POST":
+                bucket = await run_in_threadpool(self._deployments.find_bucket, deployment_id)
+                worker_scope["headers"].append((BUCKET_HEADER, bucket.encode()))
+            await self._forward_to(self._deployments, deployment_id, worker_scope, body, send)
+            if send.status == ANSWERED and not path.startswith(HOT_LOAD_PREFIX):
+                self._deployments.note_completion(deployment_id)
+            return
+        await self._control(scope, body.receive, send)
+
+    async def _forward_to(
+        self, resources: Jobs | Deployments, id: str, scope: Scope, body: Body, send: Send
+    ) -> None:
+        """Have a resource's worker answer. Where it dies meanwhile, the answer says how."""
+        endpoint = await _find_endpoint(resources, id)
+        try:
+            await self.forward(endpoint, scope, body, send)
+        except TransportError:
+            await self.explain_end(resources, id, endpoint)
+            raise
+
+    async def explain_end(self, resources: Jobs | Deployments, id: str, endpoint: Endpoint) -> None:
+        """Raise what became of a resource whose worker has broken off an answer, if it has ended.
+
+        Raises:
+            HearthError: as ``find_endpoint``.
+        """
+        # Whoever watches the worker sees its end within milliseconds.
+        end_s = time.monotonic() + _NOTICE_S
+        while (
+            resources.live.endpoint(id) == endpoint
+            and time.monotonic() < end_s
+            and not self._end_future().done()
+        ):
+            await asyncio.sleep(_NOTICE_POLL_S)
+        if resources.live.endpoint(id) is None:
+            await run_in_threadpool(resources.find_endpoint, id)
+
+    def _living_urls(self) -> Collection[str | None]:
+        living = [*self._jobs.live.endpoints(), *self._deployments.live.endpoints()]
+        return [endpoint.url for endpoint in living]
+
+
+class TrackedSend:
     """``send`` that knows whether an answer has begun."""
 
     def __init__(self, send: Send) -> None:
@@ -364,7 +402,7 @@ def name_part(path: str) -> str:
         return "trainer"
     if path.startswith(TINKER_PREFIX):
         return "tinker"
-    return "deployment" if path.startswith(_SAMPLING_PATHS) else "control"
+    return "deployment" if path.startswith(SAMPLING_PATHS) else "control"
 
 
 def _changes_resources(scope: Scope) -> bool:
@@ -374,8 +412,8 @@ def _changes_resources(scope: Scope) -> bool:
         return False
     if path.startswith(TINKER_PREFIX):
         return scope["method"] != "POST" or path.endswith(_TINKER_CHANGES)
-    is_control = not path.startswith((TRAINER_PREFIX, *_SAMPLING_PATHS))
-    return is_control or path.startswith("/hot_load/")
+    is_control = not path.startswith((TRAINER_PREFIX, *SAMPLING_PATHS))
+    return is_control or path.startswith(HOT_LOAD_PREFIX)
 
 
 async def _build_request(scope: Scope, body: Body, endpoint: Endpoint) -> httpx.Request:
@@ -399,7 +437,7 @@ async def _build_request(scope: Scope, body: Body, endpoint: Endpoint) -> httpx.
     return httpx.Request(scope["method"], url, headers=headers, content=content)
 
 
-async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _TrackedSend) -> None:
+async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: TrackedSend) -> None:
     """A worker's answer, as it comes. It begins with its first bytes, not with its headers alone.
 
     Raises:
@@ -437,7 +475,7 @@ async def _pass_on(client: httpx.AsyncClient, request: httpx.Request, send: _Tra
         ) from None
 
 
-def _build_worker_scope(scope: Scope, path: str) -> dict[str, Any]:
+def build_worker_scope(scope: Scope, path: str) -> dict[str, Any]:
     """A worker's request: its own path, without the headers of access."""
     headers = [pair for pair in scope["headers"] if pair[0] not in _ACCESS_HEADERS]
     return {**scope, "path": path, "headers": headers}
@@ -462,7 +500,7 @@ async def _find_endpoint(resources: Jobs | Deployments, id: str) -> Endpoint:
     return resources.live.endpoint(id) or await run_in_threadpool(resources.find_endpoint, id)
 
 
-async def _read_deployment_id(scope: Scope, body: Body, most: int) -> str:
+async def read_deployment_id(scope: Scope, body: Body, most: int) -> str:
     """Which deployment is meant: by its full name, its id, or ``MODEL#NAME``.
 
     Raises:

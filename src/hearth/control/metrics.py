@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -20,6 +21,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from hearth.control.plane import ControlPlane
@@ -38,6 +40,8 @@ class RequestMetrics:
     """Requests of one gateway; used on its event loops."""
 
     def __init__(self) -> None:
+        self.folder: Path | None = None
+        """Where gateway processes keep their numbers, which then count instead of these."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._finished = Counter(
@@ -58,7 +62,17 @@ class RequestMetrics:
             "Requests that are being answered.",
             ("part",),
             registry=self.registry,
+            multiprocess_mode="livesum",
         )
+
+    def render(self) -> bytes:
+        """The numbers in Prometheus' format, those of the process itself among them."""
+        if self.folder is None:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        MultiProcessCollector(registry, path=str(self.folder))
+        return generate_latest(registry)
 
     def begin(self, part: str) -> None:
         """A request to a part of the platform begins."""
@@ -84,7 +98,7 @@ async def render_metrics(plane: ControlPlane, requests: RequestMetrics) -> bytes
     memory = await asyncio.to_thread(_measure_memory, plane)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot([*states, *memory, *_trainer(trainers), *_serving(deployments)]))
-    return generate_latest(requests.registry) + generate_latest(registry)
+    return requests.render() + generate_latest(registry)
 
 
 class _Snapshot(Collector):

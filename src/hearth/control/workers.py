@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,8 @@ class LiveTable:
         self._live: dict[str, LiveEntry] = {}
         self._turns: dict[str, threading.RLock] = {}
         self._lock = threading.Lock()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called on any thread when a worker may answer, or none does any more."""
 
     @contextlib.contextmanager
     def hold(self, id: str) -> Generator[None]:
@@ -79,6 +81,7 @@ class LiveTable:
         """Replace the entry of a resource."""
         with self._lock:
             self._live[id] = live
+        self.on_change()
 
     def set_worker(self, id: str, worker: Worker) -> bool:
         """Set the started worker; False when the launcher has reported on it before."""
@@ -94,6 +97,7 @@ class LiveTable:
         with self._lock:
             before = self._live.get(id, LiveEntry())
             self._live[id] = replace(before, worker=worker, is_ready=True, is_starting=False)
+        self.on_change()
 
     def note_use(self, id: str) -> None:
         """Something is asked of the worker."""
@@ -109,6 +113,7 @@ class LiveTable:
         """Drop an entry and return the worker that it had, to be stopped."""
         with self._lock:
             before = self._live.pop(id, None)
+        self.on_change()
         return before.worker if before is not None else None
 
     def is_current(self, id: str, worker: Worker) -> bool:

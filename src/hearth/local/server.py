@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,8 @@ from hearth.launch.processes import ProcessLauncher
 from hearth.launch.ray import make_ray_launcher
 from hearth.launch.spec import Launcher
 from hearth.local.connections import make_protocol, raise_descriptor_limit
+from hearth.local.gateway_process import DRAIN_S, open_shared
+from hearth.local.gateways import Gateways, listen_at
 from hearth.local.tracing import trace_requests
 from hearth.settings import Settings
 from hearth.tinker.app import create_app as create_tinker_app
@@ -38,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 _WAITING_THREADS = 64
 """How many requests may wait for workers at once, to create, patch, cancel or delete them."""
-_DRAIN_S = 3.0
-"""How long requests may delay the end; those to workers are answered with 503 after a second."""
 
 
 def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
@@ -58,7 +59,8 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
         data_dir = _prepare_folder(settings.data_dir, stack)
         listener = stack.enter_context(_open_listener(settings))
-        url = f"http://{_format_host(settings.host)}:{listener.getsockname()[1]}"
+        port: int = listener.getsockname()[1]
+        url = f"http://{_format_host(settings.host)}:{port}"
         database = settings.database_url or f"sqlite:///{data_dir / 'control.db'}"
         store = Store(database)
         stack.callback(store.close)
@@ -91,14 +93,24 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> None:
             gateway.end()
 
         app: App = gateway
-        if settings.traces:
+        gateways = None
+        if settings.gateways > 1:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="hearth-gateways-")))
+            # What listens from now on shares the port; this holds it.
+            listener.close()
+            stack.enter_context(open_shared(settings.host, port))
+            gateways = Gateways(settings, port, access, gateway, plane.deployments, folder)
+            listener = stack.enter_context(listen_at(gateways.socket))
+            app = gateways.app
+        elif settings.traces:
             app, end_traces = trace_requests(gateway)
             stack.callback(end_traces)
         server = _Server(
             app,
+            gateways,
             on_ready=lambda: on_ready(url),
             on_end=end_waiting,
-            drain_s=_DRAIN_S,
+            drain_s=DRAIN_S,
             http=make_protocol(raise_descriptor_limit()),
             log_level="warning",
             timeout_keep_alive=75,
@@ -120,9 +132,16 @@ class _Server(HttpServer):
     """Calls back when it answers, and when it begins to end."""
 
     def __init__(
-        self, app: App, *, on_ready: Callable[[], None], on_end: Callable[[], None], **options: Any
+        self,
+        app: App,
+        gateways: Gateways | None,
+        *,
+        on_ready: Callable[[], None],
+        on_end: Callable[[], None],
+        **options: Any,
     ) -> None:
         super().__init__(app, **options)
+        self._gateways = gateways
         self._on_ready = on_ready
         self._on_end = on_end
 
@@ -131,11 +150,15 @@ class _Server(HttpServer):
         threads = ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="hearth-wait")
         asyncio.get_running_loop().set_default_executor(threads)
         await super().startup(sockets)
+        if self._gateways is not None:
+            await self._gateways.start()
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer the requests that wait, then end."""
         self._on_end()
+        if self._gateways is not None:
+            await self._gateways.end()
         await super().shutdown(sockets)
 
 
