@@ -10,6 +10,7 @@ are contiguous. The loops must be available (``hearth.kernels.ops.kernels``).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,7 +260,7 @@ class _Score(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, targets, *kept = ctx.saved_tensors
-        _become_gradient(logits, targets, ctx.factor, *kept, grad.contiguous())
+        _become_gradient(logits, targets, ctx.factor, kept, grad.contiguous())
         return logits, None, None
 
 
@@ -269,7 +270,7 @@ class _ScoreFrozen(Function):
         logits = states @ head.t()
         logprobs, *kept = _score(logits, targets, factor)
         if ctx.needs_input_grad[0]:
-            _become_gradient(logits, targets, factor, *kept, torch.ones_like(logprobs))
+            _become_gradient(logits, targets, factor, kept, torch.ones_like(logprobs))
             ctx.save_for_backward(logits @ head)
         return logprobs
 
@@ -290,12 +291,12 @@ def _score(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tens
 
 
 def _become_gradient(
-    logits: Tensor, targets: Tensor, factor: float, largest: Tensor, log_sums: Tensor, grad: Tensor
+    logits: Tensor, targets: Tensor, factor: float, kept: Sequence[Tensor], grad: Tensor
 ) -> None:
-    """Overwrite logits with their gradient, given that of the logprobs [R]."""
-    given, kept = _addresses(logits, targets), _addresses(largest, log_sums, grad)
+    """Overwrite logits with their gradient, given that of the logprobs [R]; ``kept`` by ``_score``."""
+    given, others = _addresses(logits, targets), _addresses(*kept, grad)
     threads = torch.get_num_threads()
-    _loops().hearth_score_backward(*given, factor, *kept, *logits.shape, threads)
+    _loops().hearth_score_backward(*given, factor, *others, *logits.shape, threads)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
