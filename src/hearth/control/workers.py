@@ -46,7 +46,7 @@ class LiveTable:
         self._live: dict[str, LiveEntry] = {}
         self._turns: dict[str, threading.RLock] = {}
         self._lock = threading.Lock()
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], object] = lambda: None
         """Called on any thread when a worker may answer, or none does any more."""
 
     @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Attempts(FixedConcurrencyController):
         super().__init__(most)
         self.numbers: list[int] = []
 
-    def release(self, outcome: RequestOutcome | None) -> None:
+    def release(self, outcome: RequestOutcome | None = None) -> None:
         if outcome is not None:
             self.numbers.append(outcome.attempt)
         super().release(outcome)
