@@ -64,6 +64,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 4, "num_experts_per_tok": 2},
 }
 """Configs by ``model_type``. Three of the mixtures have a dense layer, three a shared expert."""
+GPT_OSS = transformers.GptOssConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    max_position_embeddings=256,
+    initializer_range=0.1,
+    eos_token_id=3,
+    pad_token_id=0,
+)
+"""Its experts are transposed, interleaved, gated in another way, and have biases."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ class LoraOptions:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = False
+    train_experts: bool = True
+    """Whether ``train_mlp`` counts in a mixture, for its experts and the MLPs beside them. Adapters
+    of earlier versions leave them alone."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -64,9 +67,15 @@ class LoraOptions:
             EngineError: there are none.
         """
         try:
-            return cls(**metadata["lora"])
+            # Adapters that say nothing of experts are of versions that left a mixture's MLPs alone.
+            return cls(**{"train_experts": False, **metadata["lora"]})
         except (KeyError, TypeError) as error:
             raise EngineError(f"metadata must describe a LoRA adapter, got {error}") from None
+
+    @property
+    def changes_experts(self) -> bool:
+        """Whether a mixture's adapter changes its experts."""
+        return self.train_mlp and self.train_experts
 
     def as_metadata(self) -> dict[str, Any]:
         """What ``from_metadata`` reads: ``{"lora": {...}}``."""

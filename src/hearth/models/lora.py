@@ -1,7 +1,9 @@
 """LoRA adapters (arXiv:2106.09685) through ``peft``: attach, switch off, move, merge.
 
 An adapter is injected into the module in place. Its tensors are float32 whatever the model's
-dtype, and have the names that PEFT writes, so that either side reads the other's folders.
+dtype, and have the names that PEFT writes, so that either side reads the other's folders. Those of
+a mixture's experts have shapes and names of their own (``hearth.models.experts``), and PEFT's in
+its folders only: there an expert's numbers are not next to each other.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hearth.errors import ConfigError
+from hearth.models.experts import (
+    EXPERT_WEIGHTS,
+    AdaptedExperts,
+    find_experts,
+    initialize_down,
+    require_adaptable,
+)
 from hearth.models.loading import LoadedModel, LoraOptions, base_tensors, copy_tensors
 
 _ADAPTER = "default"
@@ -36,8 +45,11 @@ _ATTENTION_NAME = re.compile(
     "|w[qkvo]"
 )
 _ATTENTION_BLOCKS = ("attn", "attention")
-EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
-"""Parameters that hold all experts of a layer."""
+# Of a mixture: what weighs experts against each other, or the shared one against them.
+_ROUTER_NAME = re.compile(".*gate|router")
+# PEFT wraps the first of EXPERT_WEIGHTS inside of the second.
+_PEFT_NAMES: Mapping[str, str] = dict(zip(EXPERT_WEIGHTS, (".base_layer", ""), strict=True))
+_EXPERT_NAME = re.compile(rf"(.*)\.({'|'.join(EXPERT_WEIGHTS)})\.(lora_[AB])")
 
 
 def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
@@ -48,11 +60,9 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
     projections are 0.
 
     Raises:
-        ConfigError: the model has no linear layer of the wanted parts, or has an adapter already.
+        ConfigError: the model has no layer of the wanted parts, its experts are computed in a way
+            of their own, or it has an adapter already.
     """
-    # Importing takes a while, and only LoRA needs it.
-    from hearth.models.peft_import import peft
-
     if loaded.lora is not None:
         raise ConfigError(f"{loaded.name!r} must have one adapter at most, got a second")
     largest = max(min(weight.shape) for weight in loaded.module.parameters() if weight.ndim == 2)
@@ -62,21 +72,14 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
             f"can have, got {options.rank}: train all parameters with rank 0"
         )
     targets = target_modules(loaded.module, options)
-    alpha: Any = int(options.alpha) if options.alpha == int(options.alpha) else options.alpha
-    config = peft.LoraConfig(
-        r=options.rank,
-        lora_alpha=alpha,
-        target_modules=targets,
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    with warnings.catch_warnings():
-        # A tied head gets an adapter of its own here; its base stays tied, as intended. GPT-2's
-        # transposed layers are recognized, with a warning.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-        peft.inject_adapter_in_model(config, loaded.module, _ADAPTER)
+    experts = target_experts(loaded.module, options)
+    if targets:
+        _inject(loaded.module, _make_config(options, targets))
+    for name, layer in experts.items():
+        adapted = AdaptedExperts(
+            layer, rank=options.rank, scale=options.alpha / options.rank, device=loaded.device
+        )
+        _replace(loaded.module, name, adapted)
     loaded.lora = options
     loaded.module.requires_grad_(False)
     generator = torch.Generator().manual_seed(options.seed)
@@ -90,54 +93,63 @@ def attach_lora(loaded: LoadedModel, options: LoraOptions) -> None:
 def detach_lora(loaded: LoadedModel) -> None:
     """Remove the adapter; the base weights are those from before ``attach_lora``."""
     for name, _, base in _find_adapted_layers(loaded.module):
-        owner, _, attribute = name.rpartition(".")
-        setattr(loaded.module.get_submodule(owner), attribute, base)
-    # The injection leaves it, and transformers would treat the module as adapted.
-    if hasattr(loaded.module, "peft_config"):
-        del loaded.module.peft_config
+        _replace(loaded.module, name, base)
     loaded.module.requires_grad_(True)
     loaded.lora = None
 
 
 def target_modules(module: nn.Module, options: LoraOptions) -> list[str]:
-    """Full names of the linear layers that ``options`` adapts.
-
-    Of a mixture of experts these are none of an MLP: its experts are no linear layers, and PEFT
-    takes the names of the others (a dense layer's, a shared expert's) for those of the experts.
+    """Full names of the linear layers that ``options`` adapts; ``target_experts`` has the rest.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: neither has any.
     """
-    is_mixture = has_experts(module)
+    experts = find_experts(module)
     wanted: dict[Part, bool] = {
         "attn": options.train_attn,
-        "mlp": options.train_mlp and not is_mixture,
+        "mlp": options.train_mlp and (options.train_experts or not experts),
         "unembed": options.train_unembed,
     }
     targets = [name for name, part in linear_parts(module).items() if wanted[part]]
-    if not targets:
+    if not targets and not (wanted["mlp"] and experts):
         parts = [part for part in wanted if getattr(options, f"train_{part}")]
-        why = ", a mixture of experts: train attn or unembed" if is_mixture else ""
-        raise ConfigError(f"lora must find linear layers of {parts}, got none in this model{why}")
+        raise ConfigError(f"lora must find linear layers of {parts}, got none in this model")
     return targets
+
+
+def target_experts(module: nn.Module, options: LoraOptions) -> dict[str, nn.Module]:
+    """The modules of experts that ``options`` adapts, by full name; none in a dense model.
+
+    Raises:
+        ConfigError: they compute their experts in a way of their own.
+    """
+    if not options.changes_experts:
+        return {}
+    experts = find_experts(module)
+    for name, layer in experts.items():
+        require_adaptable(getattr(layer, "base_layer", layer), name)
+    return experts
 
 
 def has_experts(module: nn.Module) -> bool:
     """Whether the module has layers whose experts are one tensor."""
-    return any(name.rpartition(".")[2] in EXPERT_WEIGHTS for name, _ in module.named_parameters())
+    return bool(find_experts(module))
 
 
 def linear_parts(module: Any) -> dict[str, Part]:
     """Every linear layer's full name and its part, in the module's order.
 
-    GPT-2's ``Conv1D`` counts as linear. An attached adapter's base layers keep their plain names.
+    GPT-2's ``Conv1D`` counts as linear, a mixture's router does not. An attached adapter's base
+    layers keep their plain names.
     """
     head = module.get_output_embeddings()
+    is_mixture = has_experts(module)
     parts: dict[str, Part] = {}
     for name, layer in module.named_modules():
         if ".lora_" in name or not _is_linear(getattr(layer, "base_layer", layer)):
             continue
-        if not name.endswith(".base_layer"):
+        is_router = is_mixture and _ROUTER_NAME.fullmatch(name.rpartition(".")[2])
+        if not name.endswith(".base_layer") and not is_router:
             parts[name] = "unembed" if layer is head else _part_of(name)
     return parts
 
@@ -190,6 +202,11 @@ def merge_tensors(
     merged = dict(own if whole is None else whole)
     with torch.no_grad():
         for name, layer, base in _find_adapted_layers(loaded.module):
+            if isinstance(layer, AdaptedExperts):
+                for part in EXPERT_WEIGHTS:
+                    matrices = merged[f"{name}.{part}"]
+                    merged[f"{name}.{part}"] = layer.merge(part, matrices)
+                continue
             weight = base.get_parameter("weight")
             if whole is not None:
                 weight = whole[names[id(weight)]]
@@ -205,9 +222,8 @@ def write_adapter(loaded: LoadedModel, folder: Path) -> None:
     Raises:
         ConfigError: no adapter is attached.
     """
-    tensors = adapter_tensors(loaded)
-    module: Any = loaded.module
-    config = module.peft_config[_ADAPTER].to_dict()
+    tensors = to_peft(adapter_tensors(loaded))
+    config = _describe_adapter(loaded)
     # PEFT makes sets of lists, and takes no text in the place of either.
     for name, value in config.items():
         if isinstance(value, set):
@@ -219,6 +235,53 @@ def write_adapter(loaded: LoadedModel, folder: Path) -> None:
     (folder / _CONFIG_FILE).write_text(text, encoding="utf-8")
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(arrays, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def is_expert_tensor(name: str) -> bool:
+    """Whether an adapter's tensor of this name changes experts."""
+    return _EXPERT_NAME.fullmatch(name) is not None
+
+
+def to_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's tensors as PEFT's files have them.
+
+    PEFT stacks the experts of a weight: down projections in rows, [E * R, I], and up projections
+    in columns with the expert as the last index, [O, R * E].
+    """
+    converted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := _EXPERT_NAME.fullmatch(name):
+            layer, weight, matrix = match.groups()
+            name = f"{layer}{_PEFT_NAMES[weight]}.{matrix}.weight"
+            is_down = matrix == "lora_A"
+            tensor = tensor.flatten(0, 1) if is_down else tensor.permute(1, 2, 0).flatten(1)
+        converted[name] = tensor
+    return converted
+
+
+def from_peft(tensors: Mapping[str, Tensor], loaded: LoadedModel) -> dict[str, Tensor]:
+    """The tensors of PEFT's files as ``adapter_tensors`` has them.
+
+    Where the files leave all experts alone, those of ``loaded`` begin with an update of 0.
+    """
+    converted = dict(tensors)
+    experts = {
+        name: tensor.detach()
+        for name, tensor in adapter_tensors(loaded).items()
+        if _EXPERT_NAME.fullmatch(name)
+    }
+    if not to_peft(experts).keys() & tensors.keys():
+        fresh = {name: torch.zeros_like(own) for name, own in experts.items() if "lora_B" in name}
+        return converted | experts | fresh
+    for name, own in experts.items():
+        (theirs, like), *_ = to_peft({name: own}).items()
+        if theirs in converted and converted[theirs].shape == like.shape:
+            count, rows, columns = own.shape
+            value = converted.pop(theirs)
+            is_down = "lora_A" in name
+            value = value.view(own.shape) if is_down else value.view(rows, columns, count)
+            converted[name] = value if is_down else value.permute(2, 0, 1)
+    return converted
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -240,6 +303,66 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 
+def _make_config(
+    options: LoraOptions, modules: Sequence[str], parameters: Sequence[str] = ()
+) -> Any:
+    # Importing takes a while, and only LoRA needs it.
+    from hearth.models.peft_import import peft
+
+    alpha: Any = int(options.alpha) if options.alpha == int(options.alpha) else options.alpha
+    return peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=alpha,
+        target_modules=list(modules),
+        target_parameters=list(parameters) or None,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def _inject(module: nn.Module, config: Any) -> None:
+    """Replace linear layers by PEFT's."""
+    from hearth.models.peft_import import peft
+
+    # Where PEFT sees a mixture's config, it takes the names of dense MLPs for those of experts.
+    holder = nn.Module()
+    for name, child in module.named_children():
+        holder.add_module(name, child)
+    with warnings.catch_warnings():
+        # GPT-2's transposed layers are recognized, with a warning.
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+        peft.inject_adapter_in_model(config, holder, _ADAPTER)
+    for name, child in holder.named_children():
+        setattr(module, name, child)
+
+
+def _describe_adapter(loaded: LoadedModel) -> dict[str, Any]:
+    """PEFT's config of the attached adapter."""
+    module, options = loaded.module, loaded.lora
+    assert options is not None, "whoever asks has its tensors"
+    experts, parts = target_experts(module, options), linear_parts(module)
+    modules: set[str] = set()
+    parameters = {f"{name}.{weight}" for name in experts for weight in EXPERT_WEIGHTS}
+    for name in target_modules(module, options):
+        # PEFT takes the names of a mixture's dense MLPs for those of its experts, except here.
+        if experts and parts[name] == "mlp":
+            parameters.add(f"{name}.weight")
+        else:
+            modules.add(name)
+    return _make_config(options, _drop_layers(modules), _drop_layers(parameters)).to_dict()
+
+
+def _drop_layers(names: Iterable[str]) -> list[str]:
+    """Names in a layer without the layer's own, which all layers have."""
+    return sorted({re.sub(r".*\.\d+\.", "", name) for name in names})
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(owner), attribute, layer)
+
+
 def _find_adapted_layers(module: nn.Module) -> list[tuple[str, Any, nn.Module]]:
     """Name, PEFT layer and the layer inside it, of each layer that an adapter has replaced."""
     pairs = [
@@ -258,7 +381,10 @@ def _adapter_parameters(loaded: LoadedModel) -> dict[str, nn.Parameter]:
 
 def _initial_value(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     value = torch.zeros(parameter.shape, dtype=torch.float32)
-    if ".lora_A." in name:
+    if _EXPERT_NAME.fullmatch(name):
+        if name.endswith(".lora_A"):
+            initialize_down(value, generator)
+    elif ".lora_A." in name:
         nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
     return value
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hearth.errors import ConfigError
+from hearth.models.experts import EXPERT_WEIGHTS, expert_sizes, find_experts
 from hearth.models.loading import loading_lock
-from hearth.models.lora import EXPERT_WEIGHTS, has_experts, linear_parts
+from hearth.models.lora import linear_parts
 from hearth.planning.architecture import Architecture, LoraPart
 
 
@@ -101,10 +102,12 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 def _count_adapted(module: nn.Module) -> dict[LoraPart, int]:
     sums: dict[LoraPart, int] = {}
-    is_mixture = has_experts(module)
     for name, part in linear_parts(module).items():
-        if part != "mlp" or not is_mixture:
-            sums[part] = sums.get(part, 0) + sum(_sizes(module.get_submodule(name)))
+        sums[part] = sums.get(part, 0) + sum(_sizes(module.get_submodule(name)))
+    for experts in find_experts(module).values():
+        for weight in EXPERT_WEIGHTS:
+            count, inputs, outputs = expert_sizes(experts, weight)
+            sums["mlp"] = sums.get("mlp", 0) + count * (inputs + outputs)
     return sums
 
 

@@ -51,7 +51,8 @@ class Architecture:
     expert_parameters: int = 0
     """Of all experts of one layer."""
     adapted: Mapping[LoraPart, int] = field(default_factory=dict[LoraPart, int])
-    """Inputs and outputs of all linear layers that an adapter of a part changes."""
+    """Inputs and outputs of all linear layers, and of all experts, that an adapter of a part
+    changes."""
     cache_width: int = 0
     """Numbers that one layer's cache keeps of a token."""
     cache_heads: int = 1

@@ -275,7 +275,8 @@ def layer_bytes_per_token(model: Architecture, setting: TrainerSetting) -> int:
 
 
 def _layer_bytes(model: Architecture, setting: TrainerSetting, *, is_sparse: bool) -> int:
-    linears = 4 * setting.trains("attn") + 3 * setting.trains("mlp")
+    # Updates of experts keep their inputs alone.
+    linears = 4 * setting.trains("attn") + 3 * setting.trains("mlp") * (not is_sparse)
     adapter = 0 if setting.lora_rank is None else 4 * linears * setting.lora_rank
     if setting.is_fused:
         return 4 * _count_fused_layer(model) + adapter
@@ -290,8 +291,8 @@ def _layer_bytes(model: Architecture, setting: TrainerSetting, *, is_sparse: boo
     if setting.lora_rank is not None and size == 2:
         kept += _input_bytes(setting, "attn", queries, 1)
     if is_sparse:
-        # Frozen experts keep no inputs.
-        inputs = 1 if setting.lora_rank is not None else 2
+        # Experts that are neither trained nor adapted keep no inputs.
+        inputs = 2 if setting.trains("mlp") else 1
         each = inputs * size * hidden + (2 + inputs) * size * model.expert_inner
         kept += size * hidden + model.experts_per_token * each + (4 + size) * model.experts
     else:

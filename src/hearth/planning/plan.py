@@ -99,10 +99,12 @@ class PlanRequest:
                 f"context must be at most {longest}, the positions of the model, got {self.context}"
             )
 
-        if self.optimizer == "muon" and self.lora_rank is None and self.model.sparse_layers:
+        trains_experts = self.lora_rank is None or "mlp" in self.lora_targets
+        if self.optimizer == "muon" and trains_experts and self.model.sparse_layers:
             raise ConfigError(
-                "optimizer must be 'adamw' or 'adamw_8bit' for all weights of a mixture, got "
-                "'muon': a layer's experts are one tensor; or train an adapter"
+                "optimizer must be 'adamw' or 'adamw_8bit' for the experts of a mixture, got "
+                "'muon': a layer's are one tensor; or train an adapter with lora_targets that "
+                "leave out mlp"
             )
 
     @property

@@ -182,10 +182,10 @@ class CheckpointFolder:
         """The manifest of a checkpoint, which must be of this model."""
         manifest = self._read_manifest(name)
         facts = parse_facts(manifest)
-        if facts.base_model != base_model or _drop_seed(facts.lora) != _drop_seed(lora):
+        if facts.base_model != base_model or _drop_free(facts.lora) != _drop_free(lora):
             raise RequestError(
-                f"checkpoint {name!r} must be of {base_model!r} with adapter {_drop_seed(lora)}, "
-                f"got {facts.base_model!r} with {_drop_seed(facts.lora)}"
+                f"checkpoint {name!r} must be of {base_model!r} with adapter {_drop_free(lora)}, "
+                f"got {facts.base_model!r} with {_drop_free(facts.lora)}"
             )
         return manifest
 
@@ -281,15 +281,16 @@ def restore_rng(states: Mapping[str, str], device: torch.device) -> None:
 def parse_facts(manifest: Mapping[str, Any]) -> CheckpointFacts:
     """The facts that a manifest, or ``asdict`` of such facts, has."""
     values = {field.name: manifest[field.name] for field in fields(CheckpointFacts)}
-    lora = LoraOptions(**values["lora"]) if values["lora"] else None
+    lora = LoraOptions.from_metadata(values) if values["lora"] else None
     return CheckpointFacts(**{**values, "lora": lora})
 
 
-def _drop_seed(lora: LoraOptions | None) -> dict[str, Any] | None:
-    """An adapter's options without its seed, which does not matter for what fits."""
+def _drop_free(lora: LoraOptions | None) -> dict[str, Any] | None:
+    """What must be equal of an adapter's options: not its seed, nor whether experts are in it."""
     if lora is None:
         return None
-    return {key: value for key, value in asdict(lora).items() if key != "seed"}
+    free = ("seed", "train_experts")
+    return {key: value for key, value in asdict(lora).items() if key not in free}
 
 
 def _select_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

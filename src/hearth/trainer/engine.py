@@ -29,7 +29,7 @@ from hearth.models.loading import (
     export_pretrained,
     load_model,
 )
-from hearth.models.lora import LoraOptions, merge_tensors, read_adapter
+from hearth.models.lora import LoraOptions, from_peft, merge_tensors, read_adapter
 from hearth.sync.direct import Sender
 from hearth.sync.store import FolderSnapshotStore, Snapshot, SnapshotStore
 from hearth.trainer.checkpoint import (
@@ -310,7 +310,8 @@ class TrainerEngine:
         """Load a checkpoint: its weights, optimizer, step count and RNG.
 
         ``cross_job://<job>/<name>`` names another job's. Without the optimizer only the weights
-        are loaded; the optimizer starts at step 0.
+        are loaded; the optimizer starts at step 0. A mixture's adapter changes experts from then on
+        if that of the checkpoint does.
 
         Raises:
             ForwardOnlyError: the model is frozen.
@@ -320,9 +321,12 @@ class TrainerEngine:
         """
         self._graph = None
         model = self._residents.get(model_id)
-        optimizer = require_trainable(model, "load_weights")
+        require_trainable(model, "load_weights")
         folder, own_name = self._find_checkpoint(name)
         state = self._read_checkpoint(folder, own_name, model)
+        if state.facts.lora is not None:
+            self._residents.match_experts(model, state.facts.lora)
+        optimizer = require_trainable(model, "load_weights")
         model.load_tensors(dict(state.weights), f"checkpoint {name!r}")
         if with_optimizer:
             optimizer.load_state_tensors(state.optimizer)
@@ -355,7 +359,7 @@ class TrainerEngine:
                 f"adapter must have the model's lora_alpha, {model.lora.alpha:g}, got "
                 f"{config.get('lora_alpha')} in {adapter_path!r}"
             )
-        model.load_tensors(tensors, f"adapter {adapter_path!r}")
+        model.load_tensors(from_peft(tensors, model.loaded), f"adapter {adapter_path!r}")
         optimizer.reset()
         model.steps = 0
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from hearth.models.lora import (
     attach_lora,
     base_only,
     detach_lora,
+    has_experts,
     load_adapter_tensors,
 )
 from hearth.models.sizes import find_matrices
@@ -26,6 +28,8 @@ from hearth.sync.chain import Published
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.optim import Optimizer
 from hearth.trainer.options import TrainerOptions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -151,13 +155,39 @@ class Residents:
         if lora is not None:
             loaded = share_weights(loaded) if most > 1 else loaded
             attach_lora(loaded, lora)
-        return self._add("policy", loaded, self._make_optimizer(loaded), owner)
+        try:
+            optimizer = self._make_optimizer(loaded)
+        except ConfigError:
+            # The base is for the next policy.
+            if lora is not None and most == 1:
+                detach_lora(loaded)
+            raise
+        return self._add("policy", loaded, optimizer, owner)
 
     def add_frozen(self, owner: str | None = None, lora: LoraOptions | None = None) -> Resident:
         """A model that is the base weights and never changes; ``lora`` is an untrained adapter."""
         model = self._add("frozen", self._load_shared(), None, owner)
         model.untrained = lora
         return model
+
+    def match_experts(self, model: Resident, lora: LoraOptions) -> None:
+        """Give a mixture's policy experts in its adapter if ``lora`` has them, or take them out.
+
+        The adapter and the optimizer are then fresh ones.
+        """
+        loaded, own = model.loaded, model.loaded.lora
+        if own is None or own.train_experts == lora.train_experts or not has_experts(loaded.module):
+            return
+        if own.train_mlp:
+            logger.info(
+                "model %s: its adapter %s experts from here on, as that of the checkpoint",
+                model.model_id,
+                "changes" if lora.train_experts else "leaves alone all",
+            )
+        require_trainable(model, "load_weights").close()
+        detach_lora(loaded)
+        attach_lora(loaded, replace(own, train_experts=lora.train_experts))
+        model.optimizer = self._make_optimizer(loaded)
 
     def remove(self, model_id: str) -> None:
         """Free a model. The base weights stay in memory for the next one.
@@ -236,8 +266,8 @@ def find_trained_matrices(loaded: LoadedModel) -> list[str]:
         if parameter.ndim > 2:
             raise ConfigError(
                 f"optimizer must be 'adamw' for this model, got 'muon': {name!r} holds "
-                f"{parameter.shape[0]} matrices in one tensor, and Muon updates single ones; train "
-                "an adapter, or all weights with 'adamw'"
+                f"{parameter.shape[0]} matrices in one tensor, and Muon updates single ones; take "
+                "'adamw', or an adapter that leaves out mlp"
             )
     matrices = find_matrices(loaded.module)
     return [name for name, matrix in matrices.items() if matrix.requires_grad]

@@ -53,6 +53,33 @@ def test_experts_are_replayed_on_every_rank(start, make_single, checkpoints, tmp
     trainer.close()
 
 
+def test_an_adapter_of_experts_is_that_of_one_process(start, make_single, checkpoints, tmp_path):
+    folder = write_moe(tmp_path / "moe")
+    trainer, single = start(2, source=str(folder)), make_single(folder)
+    data, adam = random_data(LENGTHS, vocabulary=64), AdamParams(learning_rate=1e-2, eps=1e-6)
+    theirs = trainer.create_model(lora={"rank": 4, "seed": 1})
+    own = single.create_model(LoraOptions(rank=4, seed=1))
+
+    for run, model in ((trainer, theirs), (single, own)):
+        run.forward_backward(model, data)
+        run.optim_step(model, adam, "num_loss_tokens")
+        run.forward_backward(model, data)
+    found, expected = gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints)
+
+    assert sum("experts" in name for name in found) == LAYERS * 2 * 2
+    assert all(bool(tensor.any()) for tensor in found.values())
+    assert_close(found, expected)
+    trainer.save_state(theirs, "theirs")
+    single.load_state(own, "theirs")
+    single.save_state(own, "read")
+    saved = checkpoint_tensors(checkpoints, "theirs")
+    read = checkpoint_tensors(checkpoints, "read")
+    assert all(torch.equal(tensor, read[key]) for key, tensor in saved.items())
+    published = trainer.published(theirs, "adapter")
+    assert all(torch.equal(tensor, saved[f"weights/{key}"]) for key, tensor in published.items())
+    trainer.close()
+
+
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "seed": 1}], ids=["full", "adapter"])
 def test_muon_on_ranks_is_muon_of_one_process_which_goes_on_from_its_checkpoint(
     start, make_single, checkpoints, lora

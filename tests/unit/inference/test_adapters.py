@@ -126,6 +126,31 @@ def test_other_families_take_adapters_too(
     assert found == pytest.approx(expected, abs=5e-5)
 
 
+def test_adapters_of_experts_are_computed_in_one_batch(
+    start: Callable[..., InferenceEngine], plain_logprobs: Callable[..., list[float]]
+) -> None:
+    trained: list[LoadedModel] = []
+    snapshots: list[Snapshot] = []
+    for place, options in enumerate((OPTIONS[0], OPTIONS[3], OPTIONS[1])):
+        model = build("experts")
+        attach_lora(model, options)
+        shake(adapter_tensors(model), place)
+        trained.append(model)
+        tensors, facts = adapter_tensors(model), options.as_metadata()
+        snapshots.append(Snapshot.capture(f"a{place}", "lora", "experts", tensors, facts))
+    engine = start(build("experts"), with_tokenizer=False, max_adapters=4)
+    named = [None, *(source(snapshot) for snapshot in snapshots)]
+
+    found = run(engine, *(scored(adapter=adapter, seed=n) for n in (1, 2) for adapter in named))
+
+    assert engine.stats().most_slots == len(found)
+    for sampled, model in zip(found, [build("experts"), *trained] * 2, strict=True):
+        assert sampled.prompt_logprobs is not None
+        expected = plain_logprobs(model, [*range(2, 40), *sampled.token_ids])
+        own = [*sampled.prompt_logprobs[1:], *sampled.logprobs]
+        assert own == pytest.approx(expected, abs=5e-5)
+
+
 def test_prompts_are_not_shared_between_adapters(
     start: Callable[..., InferenceEngine], adapters: list[tuple[LoadedModel, Snapshot]]
 ) -> None:

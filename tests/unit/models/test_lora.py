@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from tests.unit.architectures import make_config
+from tests.unit.architectures import GPT_OSS, make_config
+from tests.unit.moe import write_moe
 from tests.unit.tiny import make_decoder, shake
 from transformers import AutoModelForCausalLM
 
@@ -18,9 +19,11 @@ from hearth.models.lora import (
     attach_lora,
     base_only,
     detach_lora,
+    from_peft,
     load_adapter_tensors,
     merge_tensors,
     read_adapter,
+    target_experts,
     target_modules,
     write_adapter,
 )
@@ -226,16 +229,100 @@ def test_options_survive_a_snapshots_metadata() -> None:
     assert LoraOptions.from_metadata(json.loads(json.dumps(options.as_metadata()))) == options
 
 
-def test_of_a_mixture_attention_and_head_are_adapted_and_no_expert() -> None:
-    # With a dense layer, whose names PEFT would take for those of the experts.
+def test_of_a_mixture_mlps_are_experts_and_what_is_beside_them_and_no_router() -> None:
+    modules = {kind: make_decoder(make_config(kind)) for kind in ("qwen3_moe", "qwen2_moe")}
+    mlps = LoraOptions(rank=1, train_attn=False)
+
+    linears = {kind: target_modules(module, mlps) for kind, module in modules.items()}
+    experts = {kind: list(target_experts(module, mlps)) for kind, module in modules.items()}
+
+    # The first of the one has a dense layer, the other shared experts with a gate.
+    dense, shared = "model.layers.0.mlp", "model.layers.{}.mlp.shared_expert"
+    names = ("gate_proj", "up_proj", "down_proj")
+    assert linears["qwen3_moe"] == [f"{dense}.{name}" for name in names]
+    assert linears["qwen2_moe"] == [f"{shared.format(n)}.{name}" for n in (0, 1) for name in names]
+    assert experts["qwen3_moe"] == ["model.layers.1.mlp.experts"]
+    assert experts["qwen2_moe"] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
+
+
+def test_an_adapter_of_an_earlier_version_leaves_a_mixtures_mlps_alone() -> None:
     module = make_decoder(make_config("qwen3_moe"))
+    options = LoraOptions.from_metadata({"lora": {"rank": 1, "train_mlp": True}})
 
-    found = target_modules(module, LoraOptions(rank=1, train_unembed=True))
+    found = target_modules(module, options)
 
-    assert len(found) == 2 * 4 + 1
-    assert {name.rpartition(".")[2] for name in found} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        "lm_head",
-    }
-    with pytest.raises(ConfigError, match="a mixture of experts: train attn or unembed"):
-        target_modules(module, LoraOptions(rank=1, train_attn=False))
+    assert {name.rpartition(".")[2] for name in found} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert target_experts(module, options) == {}
+
+
+@pytest.fixture
+def moe_folder(tmp_path: Path) -> Path:
+    return write_moe(tmp_path / "moe")
+
+
+@pytest.fixture
+def oss_folder(tmp_path: Path) -> Path:
+    make_decoder(GPT_OSS).save_pretrained(tmp_path / "oss")
+    return tmp_path / "oss"
+
+
+@pytest.mark.parametrize("folder", ["moe_folder", "oss_folder"])
+def test_experts_of_an_adapter_are_switched_off_detached_and_merged(
+    request: pytest.FixtureRequest, tmp_path: Path, folder: str
+) -> None:
+    source = request.getfixturevalue(folder)
+    loaded, plain = adapted(source), load_model(source)
+    with_adapter = logits(loaded)
+    export_pretrained(loaded, merge_tensors(loaded), tmp_path / "merged")
+
+    with base_only(loaded):
+        assert torch.equal(logits(loaded), logits(plain))
+    assert torch.equal(logits(loaded), with_adapter)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(IDS).logits, with_adapter, rtol=0, atol=1e-5)
+    assert float((with_adapter - logits(plain)).abs().max()) > 1e-3
+
+    detach_lora(loaded)
+    assert torch.equal(logits(loaded), logits(plain))
+    assert loaded.module.state_dict().keys() == plain.module.state_dict().keys()
+
+
+@pytest.mark.parametrize("folder", ["moe_folder", "oss_folder"])
+def test_peft_reads_and_writes_experts(
+    request: pytest.FixtureRequest, tmp_path: Path, folder: str
+) -> None:
+    source = request.getfixturevalue(folder)
+    loaded = adapted(source)
+    write_adapter(loaded, tmp_path / "ours")
+    base = AutoModelForCausalLM.from_pretrained(source)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    torch.testing.assert_close(theirs(IDS).logits, logits(loaded), rtol=0, atol=1e-5)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+
+    _, tensors = read_adapter(tmp_path / "theirs")
+    fresh = load_model(source)
+    attach_lora(fresh, LoraOptions(rank=4, alpha=8.0, seed=9))
+    load_adapter_tensors(fresh, from_peft(tensors, fresh))
+
+    own = adapter_tensors(loaded)
+    assert all(torch.equal(own[name], value) for name, value in adapter_tensors(fresh).items())
+
+
+def test_experts_that_a_folder_leaves_alone_begin_at_0(moe_folder: Path, tmp_path: Path) -> None:
+    without = adapted(moe_folder, train_mlp=False)
+    write_adapter(without, tmp_path / "attention")
+    fresh = adapted(moe_folder)
+
+    load_adapter_tensors(fresh, from_peft(read_adapter(tmp_path / "attention")[1], fresh))
+
+    assert torch.equal(logits(fresh), logits(without))
+
+
+def test_the_experts_of_another_rank_are_refused(moe_folder: Path, tmp_path: Path) -> None:
+    loaded = adapted(moe_folder, train_attn=False)
+    write_adapter(loaded, tmp_path / "adapter")
+    other = load_model(moe_folder)
+    attach_lora(other, LoraOptions(rank=2, train_attn=False))
+
+    with pytest.raises(EngineError, match=r"8 missing .* and 8 unknown"):
+        load_adapter_tensors(other, from_peft(read_adapter(tmp_path / "adapter")[1], other))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
-from tests.unit.architectures import ARCHITECTURES, MIXTURES, make_config
+from tests.unit.architectures import ARCHITECTURES, make_config
 from tests.unit.planning.families import PUBLISHED
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hearth.control.catalog import read_catalog
 from hearth.errors import ConfigError
+from hearth.models.experts import EXPERT_WEIGHTS
 from hearth.models.loading import LoraOptions
-from hearth.models.lora import target_modules
+from hearth.models.lora import target_experts, target_modules
 from hearth.models.sizes import read_architecture
 from hearth.planning.architecture import LoraPart
 
@@ -72,16 +74,25 @@ def test_an_adapter_has_the_parameters_that_peft_gives_it(kind: str, part: LoraP
     module = built(config)
     flags: Any = {f"train_{name}": name == part for name in ("attn", "mlp", "unembed")}
 
+    options = LoraOptions(rank=8, **flags)
+
     model = read_architecture(config)
 
-    if kind in MIXTURES and part == "mlp":
-        assert model.lora_parameters(8, (part,)) == 0
-        return
-    weights = [
-        module.get_submodule(name).weight
-        for name in target_modules(module, LoraOptions(rank=8, **flags))
-    ]
-    assert model.lora_parameters(8, (part,)) == sum(8 * sum(weight.shape) for weight in weights)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(
+            r=8,
+            target_modules=[],
+            target_parameters=[f"{name}.weight" for name in target_modules(module, options)]
+            + [
+                f"{name}.{weight}"
+                for name in target_experts(module, options)
+                for weight in EXPERT_WEIGHTS
+            ],
+        ),
+        module,
+    )
+    adapter = [weight for name, weight in module.named_parameters() if ".lora_" in name]
+    assert model.lora_parameters(8, (part,)) == sum(weight.numel() for weight in adapter)
 
 
 def test_a_token_of_context_takes_keys_and_values_of_every_layer() -> None:

@@ -359,7 +359,7 @@ def test_the_page_on_scale_has_the_sums_of_its_examples() -> None:
         "| sum | ": [
             make_request("qwen3-0p6b", 1, 2048, **full, **small),
             make_request("qwen3-8b", 8, 8192, **full),
-            make_request("qwen3-30b-a3b", 8, 8192, lora_rank=32),
+            make_request("qwen3-30b-a3b", 8, 8192, lora_rank=32, lora_targets=("attn",)),
         ],
         "| Qwen3-32B | 16 | ": [make_request("qwen3-32b", 16, 8192, **full)],
         "| Qwen3-30B-A3B | 16 | ": [make_request("qwen3-30b-a3b", 16, 8192, **full)],
@@ -426,9 +426,11 @@ def test_a_question_that_breaks_a_rule_is_refused(values: dict[str, Any], messag
         replace(make_request("qwen3-0p6b", 1, 64), **values)
 
 
-def test_muon_is_for_adapters_of_a_mixture() -> None:
-    adapter = make_request("qwen3-30b-a3b", 8, 64, optimizer="muon", lora_rank=8)
+def test_muon_is_for_adapters_of_a_mixture_that_leave_experts_alone() -> None:
+    options: Any = {"optimizer": "muon", "lora_rank": 8, "lora_targets": ("attn",)}
+    adapter = make_request("qwen3-30b-a3b", 8, 64, **options)
 
     assert make_plan(adapter).fits
-    with pytest.raises(ConfigError, match="optimizer must be 'adamw' or 'adamw_8bit' for all"):
-        replace(adapter, lora_rank=None)
+    for other in ({"lora_rank": None}, {"lora_targets": ("attn", "mlp")}):
+        with pytest.raises(ConfigError, match="optimizer must be 'adamw' or 'adamw_8bit' for the"):
+            replace(adapter, **other)

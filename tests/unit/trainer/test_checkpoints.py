@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tests.unit.moe import write_moe
 from tests.unit.tiny import checksum
 from tests.unit.trainer.conftest import MakePolicy, Policy
 from transformers import AutoModelForCausalLM
@@ -516,6 +518,27 @@ def test_a_tied_head_with_an_adapter_cannot_be_merged_into_a_snapshot(
 
     with pytest.raises(RequestError, match="merging would untie it"):
         policy.save_for_sampler("whole", "merged_base")
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_a_mixtures_adapter_goes_on_with_experts_as_its_checkpoint_has_them_or_not(
+    make_policy: MakePolicy, random_data: Any, tmp_path: Path, has_experts: bool
+) -> None:
+    folder, data = write_moe(tmp_path / "moe", vocab_size=96), random_data(count=4)
+    first = make_policy(replace(LORA, train_experts=has_experts), source=folder)
+    second = make_policy(replace(LORA, train_experts=not has_experts), source=folder)
+    train(first, data, steps=2)
+    train(second, data)
+    first.save_state("two")
+
+    second.load_state("two", with_optimizer=True)
+
+    for name, policy in (("first", first), ("second", second)):
+        train(policy, data)
+        policy.save_state(name)
+    found = held(tmp_path, "second")
+    assert found == held(tmp_path, "first")
+    assert any("experts" in name for name in found) == has_experts
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

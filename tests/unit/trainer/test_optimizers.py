@@ -103,10 +103,13 @@ def test_a_checkpoint_goes_on_to_the_bit(start, qwen_folder, checkpoints, optimi
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_all_weights_of_a_mixture_are_refused_and_an_adapter_is_not(start, tmp_path):
+def test_experts_of_a_mixture_are_refused_and_an_adapter_of_attention_is_not(start, tmp_path):
     engine = start(write_moe(tmp_path / "moe"))
 
-    with pytest.raises(ConfigError, match=r"optimizer must be 'adamw' for this model, got 'muon'"):
-        engine.create_model(None)
+    for experts in (None, LoraOptions(rank=2)):
+        with pytest.raises(
+            ConfigError, match=r"optimizer must be 'adamw' for this model, got 'muo"
+        ):
+            engine.create_model(experts)
 
-    steps(engine, engine.create_model(LoraOptions(rank=2, seed=1)), 1)
+    steps(engine, engine.create_model(LoraOptions(rank=2, seed=1, train_mlp=False)), 1)

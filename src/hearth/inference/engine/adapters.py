@@ -1,10 +1,11 @@
 """LoRA adapters beside the base weights: each token of a forward may have one of its own.
 
-Nothing is merged. A linear layer computes the base's output for all tokens at once; then each
-adapter's update is added to the tokens that have it. What a token gets does not depend on the
-others: products of few rows, which round otherwise, are padded to ``MIN_ROWS``.
+Nothing is merged. A linear layer, or a product of a mixture's experts, computes the base's output
+for all tokens at once; then each adapter's update is added to the tokens that have it. What a
+token gets does not depend on the others: products of few rows, which round otherwise, are padded to
+``MIN_ROWS``. Those of experts are not, in a base neither.
 
-Legend: R tokens, I and O inputs and outputs of a layer, K rank of an adapter.
+Legend: R tokens, I and O inputs and outputs of a layer, K rank of an adapter, E experts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from torch import Tensor, nn
 
 from hearth.errors import RequestError
 from hearth.inference.engine.cache import MIN_ROWS
+from hearth.models.experts import (
+    EXPERT_WEIGHTS,
+    Pairs,
+    add_update,
+    compute_experts,
+    expert_sizes,
+    find_experts,
+    is_adaptable,
+)
 from hearth.models.loading import LoadedModel, LoraOptions, describe_non_finite
-from hearth.models.lora import linear_parts, target_modules
+from hearth.models.lora import linear_parts, target_experts, target_modules
 from hearth.sync.store import Snapshot
 
 HIGHEST_RANK = 512
@@ -44,6 +54,15 @@ class LayerUpdate:
         return linear(linear(x.float(), self.down), self.up.t()) * self.scale
 
 
+@dataclass(frozen=True)
+class ExpertsUpdate:
+    """The update of a weight of a layer's experts: ``down`` [E, K, I], ``up`` [E, O, K]."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """An adapter in memory, ready to compute."""
@@ -51,6 +70,8 @@ class Adapter:
     identity: str
     layers: Mapping[str, LayerUpdate]
     """By the layers' full names."""
+    experts: Mapping[str, ExpertsUpdate]
+    """By the weights' full names."""
     serial: int = field(default_factory=lambda: next(_serials))
     """Never used again, even if the same snapshot is loaded again."""
 
@@ -72,10 +93,12 @@ class AdapterLayers:
         self._loaded = loaded
         self.active: Sequence[AdapterRows] = ()
         """Those of the forward that is computed now."""
-        for name in linear_parts(loaded.module):
-            owner, _, attribute = name.rpartition(".")
-            layer = AdaptableLinear(loaded.module.get_submodule(name), name, self)
-            setattr(loaded.module.get_submodule(owner), attribute, layer)
+        linears, experts = linear_parts(loaded.module), find_experts(loaded.module)
+        for name in linears:
+            self._replace(name, AdaptableLinear(loaded.module.get_submodule(name), name, self))
+        for name, layer in experts.items():
+            if is_adaptable(layer):
+                self._replace(name, AdaptableExperts(layer, name, self))
 
     @contextlib.contextmanager
     def computing(self, active: Sequence[AdapterRows]) -> Generator[None, None, None]:
@@ -129,7 +152,8 @@ class AdapterLayers:
                 "of good weights, such as an older checkpoint's"
             )
         names = target_modules(loaded.module, options)
-        tensors = self._check_tensors(snapshot, names, options.rank)
+        experts = self._find_expert_weights(options)
+        tensors = self._check_tensors(snapshot, names, experts, options.rank)
         scale = options.alpha / options.rank
         return Adapter(
             identity,
@@ -141,19 +165,47 @@ class AdapterLayers:
                 )
                 for name in names
             },
+            {
+                name: ExpertsUpdate(
+                    _place(tensors[f"{name}.lora_A"], loaded.device),
+                    _place(tensors[f"{name}.lora_B"], loaded.device),
+                    scale,
+                )
+                for name in experts
+            },
         )
 
+    def _replace(self, name: str, layer: nn.Module) -> None:
+        owner, _, attribute = name.rpartition(".")
+        setattr(self._loaded.module.get_submodule(owner), attribute, layer)
+
+    def _find_expert_weights(self, options: LoraOptions) -> dict[str, tuple[int, int, int]]:
+        """Number of experts, inputs and outputs of each weight of experts that is adapted."""
+        return {
+            f"{name}.{weight}": expert_sizes(layer.base_layer, weight)
+            for name, layer in target_experts(self._loaded.module, options).items()
+            if isinstance(layer, AdaptableExperts)
+            for weight in EXPERT_WEIGHTS
+        }
+
     def _check_tensors(
-        self, snapshot: Snapshot, names: Sequence[str], rank: int
+        self,
+        snapshot: Snapshot,
+        names: Sequence[str],
+        experts: Mapping[str, tuple[int, int, int]],
+        rank: int,
     ) -> dict[str, Tensor]:
         """The snapshot's tensors without PEFT's prefix, if they are those of these layers."""
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in snapshot.tensors.items()}
-        expected: dict[str, tuple[int, int]] = {}
+        expected: dict[str, tuple[int, ...]] = {}
         for name in names:
             layer: Any = self._loaded.module.get_submodule(name)
             outputs, inputs = layer.shape
             expected[f"{name}.lora_A.weight"] = (rank, inputs)
             expected[f"{name}.lora_B.weight"] = (outputs, rank)
+        for name, (count, inputs, outputs) in experts.items():
+            expected[f"{name}.lora_A"] = (count, rank, inputs)
+            expected[f"{name}.lora_B"] = (count, outputs, rank)
         shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
         wrong = sorted(shapes.items() ^ expected.items())
         if wrong:
@@ -203,6 +255,36 @@ class AdaptableLinear(nn.Module):
             own = update(x.flatten(0, -2)[group.rows])[: group.count]
             flat = y.flatten(0, -2)
             y = flat.index_copy(0, rows, (flat[rows] + own).to(y.dtype)).view_as(y)
+        return y
+
+
+class AdaptableExperts(nn.Module):
+    """A module of experts that adds the updates that ``AdapterLayers`` names."""
+
+    def __init__(self, base_layer: nn.Module, name: str, layers: AdapterLayers) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.name = name
+        self._layers = layers
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The outputs of the tokens' experts, as of the module inside."""
+        return compute_experts(
+            self.base_layer, hidden_states, top_k_index, top_k_weights, self._add
+        )
+
+    def _add(self, weight: str, x: Tensor, y: Tensor, pairs: Pairs) -> Tensor:
+        for group in self._layers.active:
+            update = group.adapter.experts.get(f"{self.name}.{weight}")
+            if update is None:
+                continue
+            matrices = (update.down, update.up, update.scale)
+            if group.rows is None:
+                y = add_update(x, y, pairs, *matrices)
+                continue
+            places = torch.isin(pairs.tokens, group.rows).nonzero().squeeze(1)
+            own = add_update(x[places], y[places], pairs.select(places), *matrices)
+            y = y.index_copy(0, places, own)
         return y
 
 

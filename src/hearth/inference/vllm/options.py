@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from hearth.errors import ConfigError, EngineError
-from hearth.models.lora import LoraOptions
+from hearth.models.lora import LoraOptions, is_expert_tensor
 from hearth.sync.snapshot import Snapshot
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -59,13 +59,18 @@ class VllmOptions:
         return next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
 
     def check(self, snapshot: Snapshot) -> None:
-        """Refuse an adapter whose rank is too high for the servers.
+        """Refuse an adapter whose rank is too high for the servers, or that changes experts.
 
         Raises:
-            EngineError: its rank is above ``lora_rank``.
+            EngineError: its rank is above ``lora_rank``, or a mixture's experts are in it.
         """
         if snapshot.kind != "lora":
             return
+        if any(is_expert_tensor(name) for name in snapshot.tensors):
+            raise EngineError(
+                f"adapter {snapshot.identity!r} must leave a mixture's experts alone with engine "
+                "'vllm', got some of them: use engine 'embedded', or lora_targets without mlp"
+            )
         rank = LoraOptions.from_metadata(snapshot.metadata).rank
         if self.lora_rank is None or rank > self.lora_rank:
             raise EngineError(

@@ -4,6 +4,7 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from hearth.errors import ConfigError, EngineError
 from hearth.inference.vllm.options import VllmOptions, read_options
@@ -67,6 +68,16 @@ def test_on_a_gpu_memory_and_graphs_are_vllms_own_business() -> None:
 def test_adapters_get_room_for_a_rank_that_vllm_knows(rank: int, room: str) -> None:
     argv = list(plan(options=VllmOptions(lora_rank=rank)).command("replica-0").argv)
     assert flag(argv, "--max-lora-rank") == room
+
+
+def test_an_adapter_of_experts_is_refused() -> None:
+    name = "base_model.model.model.layers.0.mlp.experts.down_proj.lora_A"
+    adapter = Snapshot(
+        "a", "lora", "m", {name: torch.zeros(2, 8, 4)}, LoraOptions(rank=8).as_metadata()
+    )
+
+    with pytest.raises(EngineError, match="must leave a mixture's experts alone with engine 'vllm"):
+        VllmOptions(lora_rank=8).check(adapter)
 
 
 def test_an_adapter_beyond_the_room_is_refused() -> None:
