@@ -293,7 +293,7 @@ def _score(logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tens
 def _become_gradient(
     logits: Tensor, targets: Tensor, factor: float, kept: Sequence[Tensor], grad: Tensor
 ) -> None:
-    """Overwrite logits with their gradient, given that of the logprobs [R]; ``kept`` by ``_score``."""
+    """Overwrite logits with their gradient, from that of the logprobs [R] and what a score kept."""
     given, others = _addresses(logits, targets), _addresses(*kept, grad)
     threads = torch.get_num_threads()
     _loops().hearth_score_backward(*given, factor, *others, *logits.shape, threads)
