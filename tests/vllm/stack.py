@@ -33,7 +33,13 @@ class Deployment:
     """The app of a deployment on vLLM, asked as clients ask it."""
 
     def __init__(
-        self, folder: Path, *, replicas: int = 1, max_seq_len: int = 256, **options: Any
+        self,
+        folder: Path,
+        *,
+        model: Path = MODEL,
+        replicas: int = 1,
+        max_seq_len: int = 256,
+        **options: Any,
     ) -> None:
         self.folder = folder
         self.sidecars = LocalSidecars(folder / "sidecars")
@@ -41,8 +47,8 @@ class Deployment:
         self.app, self._close = build(
             buckets=str(folder / "buckets"),
             name=NAME,
-            base_model=str(MODEL),
-            source=str(MODEL),
+            base_model=str(model),
+            source=str(model),
             bucket="b",
             state_dir=str(folder / "state"),
             tokenizer=None,
@@ -128,11 +134,13 @@ class Deployment:
 
 
 class Trainer:
-    """A trainer of the shipped model, which publishes into a deployment's bucket."""
+    """A trainer, of the shipped model by default, which publishes into a deployment's bucket."""
 
-    def __init__(self, deployment: Deployment, work_dir: Path, lora_rank: int = 0) -> None:
+    def __init__(
+        self, deployment: Deployment, work_dir: Path, lora_rank: int = 0, *, model: Path = MODEL
+    ) -> None:
         self.engine = TrainerEngine(
-            str(MODEL),
+            str(model),
             snapshots=deployment.snapshots,
             checkpoint_dir=work_dir / "checkpoints",
             options=TrainerOptions(dtype="float32", max_seq_len=256),

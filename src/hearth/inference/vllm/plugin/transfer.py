@@ -11,6 +11,7 @@ it in each of a server's workers. It implements the interface that vLLM document
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,11 +110,13 @@ class SnapshotTransferEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate])
             initialize_layerwise_reload,
         )
 
-        with torch.no_grad(), _without_adapters(self.model):
+        is_on_cpu = self.device.type == "cpu"
+        packing = _packing_experts(self.model) if is_on_cpu else contextlib.nullcontext()
+        with torch.no_grad(), _without_adapters(self.model), packing:
             initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)
             finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
+            if is_on_cpu:
                 _pack_heads(self.model)
 
 
@@ -132,6 +135,36 @@ def _pack_heads(model: nn.Module) -> None:
     for head in heads:
         if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             head.quant_method.process_weights_after_loading(head)
+
+
+@contextlib.contextmanager
+def _packing_experts(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` experts whose weights are loaded are packed.
+
+    On a CPU experts compute with packed weights. vLLM packs those that it starts with, and none of
+    those that follow, with which it then computes other numbers without an error.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    methods: set[Any] = {getattr(layer, "quant_method", None) for layer in model.modules()}
+    packers: list[Any] = [
+        method for method in methods if isinstance(method, UnquantizedFusedMoEMethod)
+    ]
+    for method in packers:
+        method.process_weights_after_loading = functools.partial(_process_and_pack, method)
+    try:
+        yield
+    finally:
+        for method in packers:
+            # The class's own again.
+            del method.process_weights_after_loading
+
+
+def _process_and_pack(method: Any, layer: nn.Module) -> None:
+    type(method).process_weights_after_loading(method, layer)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 @contextlib.contextmanager
