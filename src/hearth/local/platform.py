@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,28 @@ def resolve_model(name: str) -> str:
             and is no folder.
     """
     return read_catalog().find_model(name).source
+
+
+def check_adapter_is_servable(base_model: str, targets: Sequence[str], engine: str | None) -> None:
+    """Refuse an adapter that the deployment of an embedded platform could not serve.
+
+    Raises:
+        ConfigError: ``engine`` is vLLM and ``lora_targets`` would change a mixture's experts.
+    """
+    if engine != "vllm" or "mlp" not in targets:
+        return
+    import transformers  # takes two seconds, and only this case needs it
+
+    try:
+        config, _ = transformers.PretrainedConfig.get_config_dict(resolve_model(base_model))
+    except (OSError, ValueError):
+        return  # loading the model says why
+    if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ConfigError(
+            "lora_targets must leave out 'mlp' for a mixture of experts with deployment.engine "
+            f"'vllm', which serves no adapter of experts, got {list(targets)}: choose ['attn'], or "
+            "engine 'embedded'"
+        )
 
 
 def check_tokenizer(tokenizer: Any, tokenizer_model: str, base_model: str) -> None:

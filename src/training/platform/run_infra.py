@@ -226,6 +226,9 @@ def _connect(
     if is_embedded():
         name = config.tokenizer_config.tokenizer_model
         local.check_tokenizer(tokenizer, name, config.base_model)
+        if config.lora_rank and isinstance(config, RLConfig):
+            engine = config.deployment.engine
+            local.check_adapter_is_servable(config.base_model, config.lora_targets, engine)
     spec = InfraSpec.from_config(config)
     infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)
     stack.callback(infra.close)
