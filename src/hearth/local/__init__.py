@@ -9,10 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hearth.local.platform import EmbeddedPlatform, check_tokenizer, resolve_model
+    from hearth.local.platform import (
+        EmbeddedPlatform,
+        check_adapter_is_servable,
+        check_tokenizer,
+        resolve_model,
+    )
     from hearth.local.tinker import tinker_server
 
-__all__ = ["EmbeddedPlatform", "check_tokenizer", "resolve_model", "tinker_server"]
+__all__ = [
+    "EmbeddedPlatform",
+    "check_adapter_is_servable",
+    "check_tokenizer",
+    "resolve_model",
+    "tinker_server",
+]
 
 
 def __getattr__(name: str) -> Any:
