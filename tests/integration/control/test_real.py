@@ -172,7 +172,7 @@ def test_a_promoted_adapter_says_what_it_adapts(trained):
     assert content["model"]["kind"] == "HF_PEFT_ADDON"
     details = content["model"]["peftDetails"]
     assert (details["baseModel"], details["r"]) == (BASE, 2)
-    assert "q_proj" in details["targetModules"]
+    assert any(name.endswith("q_proj") for name in details["targetModules"])
     assert (trained.folder / "models" / "small" / "adapter_config.json").exists()
 
     _, merged = promote(trained, "adapter", "tiny", "merged", merge_adapter=True)
