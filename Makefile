@@ -9,7 +9,7 @@ VLLM := .venv-vllm
 CLIENTS := .venv-clients
 HARNESSES := .venv-harnesses
 ENVIRONMENTS := .venv-environments
-# The folder with the other systems' scripts.
+# The folder with the script of the hand-written loop.
 BENCH ?= ../shared/bench
 TESTERS ?= 2
 MINUTES ?= 30

@@ -17,7 +17,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from workload import make_model, processor, sgemm_gflops
+from workload import processor, sgemm_gflops
 
 HERE = Path(__file__).parent
 HEADING = """\
@@ -105,8 +104,8 @@ class Contender:
         """Whether it knows the workload's options."""
         return self.name != "floor" or workload in FLOOR_KNOWS
 
-    def run(self, workload: str, steps: int | None, model: Path) -> Result:
-        """One run in a process of its own; ``model`` is the folder of the workload's.
+    def run(self, workload: str, steps: int | None) -> Result:
+        """One run in a process of its own.
 
         Raises:
             subprocess.CalledProcessError: it failed; its error output is shown.
@@ -121,8 +120,6 @@ class Contender:
             *("--steps", str(steps), "--warmup", str(WARM_UP)),
             *extra,
         ]
-        if self.name != "floor":
-            command += ["--model", str(model)]
         quiet = {"HF_HUB_OFFLINE": "1", "TRL_DISABLE_USAGE_STATS": "1"}
         quiet["TOKENIZERS_PARALLELISM"] = "false"
         done = subprocess.run(
@@ -162,30 +159,18 @@ def measure(asked: argparse.Namespace) -> dict[str, dict[str, list[Result]]]:
     for workload in asked.only or WORKLOADS:
         chosen = [contender for contender in able if contender.runs(workload)]
         found[workload] = {contender.name: [] for contender in chosen}
-        with tempfile.TemporaryDirectory() as folder:
-            model = make_workload_model(workload, Path(folder))
-            for number in range(min(asked.rounds, ROUNDS.get(workload, asked.rounds))):
-                for contender in chosen:
-                    started = time.perf_counter()
-                    result = contender.run(workload, asked.steps, model)
-                    found[workload][contender.name].append(result)
-                    sys.stderr.write(
-                        f"{workload}, round {number + 1}, {contender.name}: "
-                        f"{result['samples_per_s']} samples/s, {result['peak_rss_mib']} MiB, sgemm "
-                        f"{result['sgemm_gflops_before_after']}, "
-                        f"{time.perf_counter() - started:.0f} s\n"
-                    )
+        for number in range(min(asked.rounds, ROUNDS.get(workload, asked.rounds))):
+            for contender in chosen:
+                started = time.perf_counter()
+                result = contender.run(workload, asked.steps)
+                found[workload][contender.name].append(result)
+                sys.stderr.write(
+                    f"{workload}, round {number + 1}, {contender.name}: "
+                    f"{result['samples_per_s']} samples/s, {result['peak_rss_mib']} MiB, sgemm "
+                    f"{result['sgemm_gflops_before_after']}, "
+                    f"{time.perf_counter() - started:.0f} s\n"
+                )
     return found
-
-
-def make_workload_model(workload: str, folder: Path) -> Path:
-    """The model of a workload's options, which all contenders but the floor read."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--vocab", type=int, default=0)
-    parser.add_argument("--fixed-len", action="store_true")
-    asked, _ = parser.parse_known_args(WORKLOADS[workload])
-    return make_model(folder, asked.model, vocab=asked.vocab, fixed_length=asked.fixed_len)
 
 
 def table(found: Mapping[str, Mapping[str, list[Result]]]) -> str:

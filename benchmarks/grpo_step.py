@@ -28,7 +28,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import orjson
 import torch
-from workload import SIZES, digit_share, make_model, make_rows, sgemm_gflops
+from workload import digit_share, make_rows, model_folder, sgemm_gflops
 
 from hearth.local.inline import InlineWorker
 from training.config.parts import DeployConfig, TrainerConfig
@@ -165,19 +165,6 @@ class PhaseWatch:
         steps = len(records)
         idle_ms = {name: round(1e3 * gap_s / steps, 1) for name, gap_s in gaps.items()}
         return {"overhead_share": round(sum(gaps.values()) / total_s, 4), "idle_ms": idle_ms}
-
-
-def model_folder(asked: argparse.Namespace, folder: Path) -> Path:
-    """The folder that ``--model`` names, or one made for the size that it names."""
-    if asked.model not in SIZES:
-        return Path(asked.model)
-    return make_model(
-        folder / "model",
-        asked.model,
-        vocab=asked.vocab,
-        fixed_length=asked.fixed_len,
-        seed=asked.seed,
-    )
 
 
 def facts(model: Path) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """One GRPO step of TRL's ``GRPOTrainer``, on the model, rows and reward of ``grpo_step.py``.
 
-It runs in an environment of its own (``make .venv-trl/.installed``) from a model's folder, and
-takes the options of ``grpo_step.py``. A step is a batch of samples, whatever the number of
-optimizer steps in it. Figures are means over the faster half of the steps after the warm-up.
+It runs in an environment of its own (``make .venv-trl/.installed``), and takes the options of
+``grpo_step.py``. A step is a batch of samples, whatever the number of optimizer steps in it.
+Figures are means over the faster half of the steps after the warm-up.
 
-    HF_HUB_OFFLINE=1 .venv-trl/bin/python benchmarks/trl_step.py --model FOLDER --fixed-len
+    HF_HUB_OFFLINE=1 .venv-trl/bin/python benchmarks/trl_step.py --model 3m --fixed-len
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from workload import digit_share, make_rows, sgemm_gflops
+from workload import digit_share, make_rows, model_folder, sgemm_gflops
 
 ROWS = 512
 
@@ -127,7 +128,8 @@ def make_trainer(asked: argparse.Namespace, folder: str) -> TimedTrainer:
         adapter = LoraConfig(
             r=asked.lora_rank, lora_alpha=2 * asked.lora_rank, target_modules="all-linear"
         )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(asked.model, padding_side="left")
+    model = str(model_folder(asked, Path(folder)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")
     rows = [
         {"prompt": row["messages"][-1]["content"]}
         for row in make_rows(ROWS, seed=asked.seed, prompt_pad=asked.prompt_pad)
@@ -135,7 +137,7 @@ def make_trainer(asked: argparse.Namespace, folder: str) -> TimedTrainer:
     clock = Clock(asked.minibatches)
     TimedTrainer.clock = clock
     trainer = TimedTrainer(
-        model=asked.model,
+        model=model,
         reward_funcs=rewards,
         args=config,
         processing_class=tokenizer,
@@ -167,7 +169,8 @@ def figures(steps: list[Step], asked: argparse.Namespace) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     """The command line: options of ``grpo_step.py`` with the same meaning."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="a model's folder")
+    parser.add_argument("--model", default="3m", help="a size, or a model's folder")
+    parser.add_argument("--vocab", type=int, default=0)
     for name, usual in {"prompts": 8, "group": 8, "max-new": 64, "prompt-pad": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
     for name, usual in {"steps": 10, "warmup": 2, "threads": 2, "seed": 0}.items():

@@ -6,6 +6,7 @@ character tokenizer, weights that depend on the seed alone, prompts of plain tex
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import time
@@ -94,6 +95,19 @@ def make_model(
     module.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def model_folder(asked: argparse.Namespace, folder: Path) -> Path:
+    """The folder that a script's ``--model`` names, or one made for the size that it names."""
+    if asked.model not in SIZES:
+        return Path(asked.model)
+    return make_model(
+        folder / "model",
+        asked.model,
+        vocab=asked.vocab,
+        fixed_length=asked.fixed_len,
+        seed=asked.seed,
+    )
 
 
 def make_tokenizer(vocab: int = 0) -> Any:

@@ -246,6 +246,12 @@ def _derive_shapes(model: ModelEntry) -> list[ShapeEntry]:
     ]
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a model's ``config.json`` is that of a mixture of experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(config.get(name) for name in names)
+
+
 def _add_config_facts(entry: ModelEntry) -> ModelEntry:
     """Fill in what a model's own folder says of it."""
     if entry.context_length is not None and entry.parameters is not None:
@@ -258,9 +264,8 @@ def _add_config_facts(entry: ModelEntry) -> ModelEntry:
     if config is None:
         return entry
     length = config.get("max_position_embeddings")
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
     return replace(
         entry,
-        moe=entry.moe or bool(experts or config.get("n_routed_experts")),
+        moe=entry.moe or has_experts(config),
         context_length=entry.context_length or (length if isinstance(length, int) else None),
     )

@@ -371,6 +371,17 @@ static void add_updates(Adapters adapters, int64_t place, const float *x, int64_
     }
 }
 
+/* out [rows][n] = x [rows][k] times weight [n][k], transposed; a wide model packs x into `packed`. */
+static void project(const StepModel *model, int threads, const float *x, int64_t rows, int64_t k,
+                    const float *weight, int64_t n, float *packed, float *out) {
+    if (!model->is_wide) {
+        product(model, threads, x, rows, k, weight, n, 1, out);
+        return;
+    }
+    pack_rows(x, rows, k, packed);
+    multiply_rows(packed, rows, k, weight, n, n, out, threads);
+}
+
 /* Rows start..stop of a decoding step, through all layers. */
 static int step_rows(const StepModel *model, const AttentionShape *shape, const int64_t *tokens,
                      const int64_t *positions, Adapters adapters, int64_t start, int64_t stop,
@@ -409,13 +420,13 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
             values + number * model->layer_stride};
         #define UPDATE(part, from, depth, columns, stride, to) \
             add_updates(own_adapters, first + part, from, rows, depth, columns, stride, to, shared)
-        #define MULTIPLY(depth, weight, columns, stride, to) \
-            multiply_rows(packed, rows, depth, weight, columns, stride, to, shared)
+        #define MULTIPLY(weight, columns, stride, to) \
+            multiply_rows(packed, rows, hidden, weight, columns, stride, to, shared)
         if (model->is_wide) {
             pack_rows(normed, rows, hidden, packed);
-            MULTIPLY(hidden, layer->qkv, mixed, width, qkv);
-            MULTIPLY(hidden, layer->k, kv, width, qkv + mixed);
-            MULTIPLY(hidden, layer->v, kv, width, qkv + mixed + kv);
+            MULTIPLY(layer->qkv, mixed, width, qkv);
+            MULTIPLY(layer->k, kv, width, qkv + mixed);
+            MULTIPLY(layer->v, kv, width, qkv + mixed + kv);
         } else {
             product(model, threads, normed, rows, hidden, layer->qkv, width, 0, qkv);
         }
@@ -427,30 +438,20 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
             attend_token(qkv + row * width, start + row, positions[start + row], &attention,
                          &reach, shape, scratch + (shared > 1 ? row : 0) * reach_floats,
                          heads + row * mixed);
-        if (model->is_wide) {
-            pack_rows(heads, rows, mixed, packed);
-            MULTIPLY(mixed, layer->o, hidden, hidden, added);
-        } else {
-            product(model, threads, heads, rows, mixed, layer->o, hidden, 1, added);
-        }
+        project(model, threads, heads, rows, mixed, layer->o, hidden, packed, added);
         UPDATE(O, heads, mixed, hidden, hidden, added);
         hearth_add_rms_norm(x, added, layer->post_norm, shape->eps, rows, hidden, normed, 1);
         if (model->is_wide) {
             pack_rows(normed, rows, hidden, packed);
-            MULTIPLY(hidden, layer->gate_up, inner, 2 * inner, gates);
-            MULTIPLY(hidden, layer->up, inner, 2 * inner, gates + inner);
+            MULTIPLY(layer->gate_up, inner, 2 * inner, gates);
+            MULTIPLY(layer->up, inner, 2 * inner, gates + inner);
         } else {
             product(model, threads, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
         }
         UPDATE(GATE, normed, hidden, inner, 2 * inner, gates);
         UPDATE(UP, normed, hidden, inner, 2 * inner, gates + inner);
         hearth_silu_mul(gates, rows, inner, gated, 1);
-        if (model->is_wide) {
-            pack_rows(gated, rows, inner, packed);
-            MULTIPLY(inner, layer->down, hidden, hidden, added);
-        } else {
-            product(model, threads, gated, rows, inner, layer->down, hidden, 1, added);
-        }
+        project(model, threads, gated, rows, inner, layer->down, hidden, packed, added);
         UPDATE(DOWN, gated, inner, hidden, hidden, added);
         const float *next = number + 1 < model->num_layers ? layer[1].input_norm
                                                            : model->final_norm;
@@ -458,12 +459,7 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
     }
     const int64_t first = model->num_layers * UPDATES, vocab = model->vocab;
     float *own = logits + start * vocab;
-    if (model->is_wide) {
-        pack_rows(normed, rows, hidden, packed);
-        MULTIPLY(hidden, model->head, vocab, vocab, own);
-    } else {
-        product(model, threads, normed, rows, hidden, model->head, vocab, 1, own);
-    }
+    project(model, threads, normed, rows, hidden, model->head, vocab, packed, own);
     UPDATE(0, normed, hidden, vocab, vocab, own);
     #undef UPDATE
     #undef MULTIPLY

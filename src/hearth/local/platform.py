@@ -14,7 +14,7 @@ from typing import Any
 
 from hearth.control.access import Access
 from hearth.control.app import create_gateway
-from hearth.control.catalog import read_catalog
+from hearth.control.catalog import has_experts, read_catalog
 from hearth.control.context import Context
 from hearth.control.plane import ControlPlane
 from hearth.control.store import Store
@@ -110,7 +110,7 @@ def check_adapter_is_servable(base_model: str, targets: Sequence[str], engine: s
         config, _ = transformers.PretrainedConfig.get_config_dict(resolve_model(base_model))
     except (OSError, ValueError):
         return  # loading the model says why
-    if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if has_experts(config):
         raise ConfigError(
             "lora_targets must leave out 'mlp' for a mixture of experts with deployment.engine "
             f"'vllm', which serves no adapter of experts, got {list(targets)}: choose ['attn'], or "
