@@ -113,8 +113,9 @@ def check_adapter_is_servable(base_model: str, targets: Sequence[str], engine: s
     if has_experts(config):
         raise ConfigError(
             "lora_targets must leave out 'mlp' for a mixture of experts with deployment.engine "
-            f"'vllm', which serves no adapter of experts, got {list(targets)}: choose ['attn'], or "
-            "engine 'embedded'"
+            f"'vllm', which serves no adapter of experts, got {list(targets)}: choose ['attn'], "
+            "engine 'embedded', or weight_sync.first_checkpoint_type 'merged_base', which sends "
+            "the whole model in each weight sync"
         )
 
 

@@ -55,6 +55,8 @@ class TrainerSetting:
     """None trains all parameters."""
     lora_targets: tuple[LoraPart, ...] = ("attn", "mlp")
     """Parts whose linear layers an adapter changes."""
+    merges_adapter: bool = False
+    """Whether weight syncs send the model with the adapter merged in."""
     optimizer: OptimizerName = "adamw"
     micro_batch_tokens: int = 16384
     recompute_above: int | None = None
@@ -333,7 +335,7 @@ def logit_bytes(model: Architecture, setting: TrainerSetting) -> int:
 
 def snapshot_bytes(model: Architecture, setting: TrainerSetting) -> int:
     """A whole snapshot for a deployment: all weights, or the adapter."""
-    if setting.lora_rank is not None:
+    if setting.lora_rank is not None and not setting.merges_adapter:
         return 4 * adapter_parameters(model, setting)
     return ITEMSIZE[setting.dtype] * model.parameters
 
@@ -457,7 +459,7 @@ def host_bytes(
     delta = delta_bytes(model, trainer, learning_rate)
     sync = 0
     if machine.ranks and trainer.lora_rank is not None:
-        # Rank 0 has the adapter.
+        # Rank 0 has the adapter, or the merged model.
         sync += sent
     elif machine.ranks:
         # Each rank has its part of the last snapshot, of the new one, of a delta where that is not

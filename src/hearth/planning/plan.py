@@ -112,6 +112,12 @@ class PlanRequest:
         """Usable bytes of each GPU."""
         return int(self.gpu_memory_gib * GIB * USABLE_SHARE)
 
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether an adapter changes a mixture's experts."""
+        has_part = self.lora_rank is not None and "mlp" in self.lora_targets
+        return has_part and self.model.sparse_layers > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -274,6 +280,8 @@ def commands(model: str, source: str, request: PlanRequest, layout: Layout) -> l
         train += ["--optimizer", request.optimizer]
     if request.lora_rank is not None:
         train += ["--lora-rank", str(request.lora_rank), "--lora-targets", *request.lora_targets]
+    if layout.trainer.merges_adapter:
+        train += ["--weight-sync.first-checkpoint-type", "merged_base"]
     if not request.has_reference:
         train += ["--kl-beta", "0"]
     train += ["--trainer.training-shape-id", name]
@@ -358,6 +366,10 @@ def _divided_layouts(request: PlanRequest, split: int) -> Iterator[Layout]:
             continue
         trainer = _trainer(request, ranks=ranks, room=request.room)
         replica = _replica(request, engine="vllm", gpus=split, sequences=FEWEST_SEQUENCES)
+        if request.adapts_experts:
+            # vLLM is sent the whole model: it serves no adapter of experts.
+            trainer = replace(trainer, merges_adapter=True)
+            replica = replace(replica, lora_rank=None)
         if request.concurrent is not None:
             replica = replace(replica, sequences=-(-request.concurrent // replicas))
         else:

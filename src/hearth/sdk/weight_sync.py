@@ -1,12 +1,14 @@
 """Publishing the policy's weights to a deployment, as a small state machine.
 
 The first snapshot is a base; a later one is a delta where its predecessor is served (LoRA always
-sends its whole adapter). A failed load breaks the chain: the next snapshot is a base again.
+sends its whole adapter, or the model with the adapter merged in). A failed load breaks the chain:
+the next snapshot is a base again.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 from hearth.errors import ConfigError
 from hearth.sdk.deployments import REPLICA_TIMEOUT_S, DeploymentManager
@@ -22,14 +24,16 @@ class WeightSyncer:
     """Saves snapshots of a policy and has a deployment serve them.
 
     ``lora_rank`` is by default the policy client's, or 0 where it has none; with a rank above 0
-    every snapshot is a base. With ``first_checkpoint_type="direct"`` the trainer sends every
-    snapshot without files. ``running_requests`` decides about completions that run during a
-    weight sync: they end on the old weights, and the weight sync waits for them (``drain``), or
-    they continue under the new ones (``keep``), and name both versions.
+    every snapshot is whole: the adapter, or with ``first_checkpoint_type="merged_base"`` the model
+    with the adapter merged in, for deployments that cannot serve the adapter. With ``direct`` the
+    trainer sends every snapshot without files. ``running_requests`` decides about completions that
+    run during a weight sync: they end on the old weights, and the weight sync waits for them
+    (``drain``), or they continue under the new ones (``keep``), and name both versions.
 
     Raises:
-        ConfigError: ``first_checkpoint_type`` is none of ``base``, ``delta`` and ``direct``, or is
-            ``direct`` with an adapter, or ``running_requests`` is neither ``drain`` nor ``keep``.
+        ConfigError: ``first_checkpoint_type`` is none of ``base``, ``delta``, ``direct`` and
+            ``merged_base``, or is ``direct`` with an adapter or ``merged_base`` without one, or
+            ``running_requests`` is neither ``drain`` nor ``keep``.
     """
 
     # The parameters are the product documents'.
@@ -45,10 +49,10 @@ class WeightSyncer:
         lora_rank: int | None = None,
         running_requests: RunningRequests = "drain",
     ) -> None:
-        if first_checkpoint_type not in ("base", "delta", "direct"):
+        known = get_args(CheckpointType)
+        if first_checkpoint_type not in known:
             raise ConfigError(
-                "first_checkpoint_type must be 'base', 'delta' or 'direct', got "
-                f"{first_checkpoint_type!r}"
+                f"first_checkpoint_type must be one of {list(known)}, got {first_checkpoint_type!r}"
             )
         check_running_requests(running_requests)
         self.lora_rank = getattr(policy_client, "lora_rank", 0) if lora_rank is None else lora_rank
@@ -56,6 +60,11 @@ class WeightSyncer:
             raise ConfigError(
                 "first_checkpoint_type must be 'base' for an adapter, got 'direct': an adapter is "
                 "small, and is sent by files"
+            )
+        if first_checkpoint_type == "merged_base" and self.lora_rank == 0:
+            raise ConfigError(
+                "first_checkpoint_type must be 'base', 'delta' or 'direct' for full weights, got "
+                "'merged_base': there is no adapter to merge"
             )
         self._policy = policy_client
         self._deployments = deploy_mgr
@@ -121,7 +130,7 @@ class WeightSyncer:
 
     def reset_delta_chain(self) -> None:
         """Make the next snapshot a base."""
-        if self._chainless_type != "direct":
+        if self._chainless_type == "delta":
             self._chainless_type = "base"
         self._saved = None
         self._served = None
@@ -137,7 +146,7 @@ class WeightSyncer:
 
     def _choose_type(self) -> CheckpointType:
         if self.lora_rank > 0:
-            return "base"
+            return "merged_base" if self._chainless_type == "merged_base" else "base"
         if self._chainless_type == "direct":
             return "direct"
         is_chained = self._saved is not None and self._saved[0] == self._served

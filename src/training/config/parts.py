@@ -21,7 +21,7 @@ from hearth.losses.policy_gradients import DRO
 from hearth.losses.sequence import GSPO
 from training.config.json_flag import JsonObject
 
-CheckpointType = Literal["base", "delta", "direct"]
+CheckpointType = Literal["base", "delta", "direct", "merged_base"]
 LoraTarget = Literal["attn", "mlp", "unembed"]
 """Linear layers that a LoRA adapter may change."""
 ResumeMode = Literal["auto", "never", "force"]
@@ -201,7 +201,8 @@ class WeightSyncConfig:
     dcp_timeout: float = DefaultFloat(2700.0)
     """Seconds that writing a checkpoint may take."""
     first_checkpoint_type: CheckpointType = "base"
-    """Kind of the first snapshot; with "direct" of all: trainers send them without files."""
+    """Kind of the first snapshot. "direct" and "merged_base" are of all: without files; and
+    the model with the adapter merged in, for vLLM, which serves no adapter of experts."""
 
 
 @dataclass(kw_only=True)

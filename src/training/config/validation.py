@@ -231,6 +231,14 @@ def _adapter_problems(config: RecipeConfig) -> Iterator[str]:
     for name in ("warm_start_from_adapter", "merge_adapter"):
         if getattr(config, name) and config.lora_rank == 0:
             yield f"lora_rank must be > 0 where {name} is given, got 0"
+    kind = config.sync.first_checkpoint_type
+    if kind == "merged_base" and config.lora_rank == 0:
+        yield "lora_rank must be > 0 where first_checkpoint_type is 'merged_base', got 0"
+    if kind == "direct" and config.lora_rank > 0:
+        yield (
+            "weight_sync.first_checkpoint_type must be 'base' or 'merged_base' for an adapter, got "
+            "'direct': an adapter is small, and is sent by files"
+        )
 
 
 def _optimizer_problems(config: RecipeConfig) -> Iterator[str]:

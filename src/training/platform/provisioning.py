@@ -211,7 +211,7 @@ def deployment_config(
     own_values = {
         "engine": deployment.engine,
         "engine_options": deployment.engine_options,
-        "lora_rank": spec.lora_rank,
+        "lora_rank": 0 if spec.merges_adapter else spec.lora_rank,
     }
     return DeploymentConfig(
         deployment_id=spec.deployment_id,

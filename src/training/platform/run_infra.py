@@ -221,15 +221,15 @@ def _connect(
     deployments = DeploymentManager(api_key, base_url=base_url)
     stack.callback(deployments.close)
     cleanup = None
+    spec = InfraSpec.from_config(config)
     if config.cleanup_on_exit or is_embedded():
         cleanup = stack.enter_context(ResourceCleanup(trainers, deployments))
     if is_embedded():
         name = config.tokenizer_config.tokenizer_model
         local.check_tokenizer(tokenizer, name, config.base_model)
-        if config.lora_rank and isinstance(config, RLConfig):
+        if config.lora_rank and isinstance(config, RLConfig) and not spec.merges_adapter:
             engine = config.deployment.engine
             local.check_adapter_is_servable(config.base_model, config.lora_targets, engine)
-    spec = InfraSpec.from_config(config)
     infra = build_infra(spec, trainers, deployments, api_key, cleanup, logger.debug)
     stack.callback(infra.close)
     trainer_infra = TrainerInfra(

@@ -27,6 +27,8 @@ class InfraSpec:
     lora_rank: int = 0
     lora_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """What a training client makes the adapter with, beside its rank."""
+    merges_adapter: bool = False
+    """Whether the deployment is sent the model with the adapter merged in."""
     max_seq_len: int | None = None
     learning_rate: float = 1e-5
     step_timeout_s: float = STEP_TIMEOUT_S
@@ -79,6 +81,7 @@ class InfraSpec:
                 "lora_alpha": config.lora_alpha,
                 **{f"train_{part}": part in config.lora_targets for part in get_args(LoraTarget)},
             },
+            merges_adapter=config.sync.first_checkpoint_type == "merged_base",
             max_seq_len=config.max_seq_len,
             learning_rate=config.learning_rate,
             dcp_timeout_s=config.sync.dcp_timeout_s,

@@ -222,6 +222,20 @@ def test_a_sync_of_an_adapter_is_small_and_one_in_float32_is_whole() -> None:
     assert wide.base_bytes == wide.delta_bytes == 4 * request.model.parameters
 
 
+def test_vllm_is_sent_the_whole_model_where_an_adapter_changes_experts() -> None:
+    request = make_request("qwen3-30b-a3b", 8, 1024, lora_rank=8)
+
+    experts = make_plan(request)
+    attention = make_plan(replace(request, lora_targets=("attn",)))
+
+    assert experts.base_bytes == experts.delta_bytes == 2 * request.model.parameters
+    assert experts.layout.replica.lora_rank is None
+    assert attention.base_bytes == 4 * request.model.lora_parameters(8, ("attn",))
+    flag = "--weight-sync.first-checkpoint-type merged_base"
+    assert flag in commands("model", "model", request, experts.layout)[-1]
+    assert flag not in commands("model", "model", request, attention.layout)[-1]
+
+
 @pytest.mark.parametrize(
     ("learning_rate", "each"),
     [

@@ -118,6 +118,16 @@ def test_full_parameters_send_a_base_first_and_then_deltas_on_what_is_served(
     assert sync.version == 3
 
 
+def test_an_adapter_is_sent_merged_at_every_sync(serving, syncer):
+    policy = Policy(lora_rank=8)
+    sync = syncer(policy, first_checkpoint_type="merged_base")
+    sync.save_and_hotload("step-1")
+    sync.reset_delta_chain()
+    sync.save_and_hotload("step-2")
+
+    assert policy.kinds == ["merged_base"] * 2
+
+
 def test_direct_syncs_are_whole_also_after_one_was_refused(serving, syncer, policy):
     sync = syncer(policy, first_checkpoint_type="direct")
     sync.save_and_hotload("step-1")
@@ -233,6 +243,8 @@ def test_a_first_type_that_there_is_not_or_that_an_adapter_would_ignore_is_refus
         syncer(Policy(), first_checkpoint_type="merged")
     with pytest.raises(ConfigError, match="must be 'base' for an adapter, got 'direct'"):
         syncer(Policy(lora_rank=8), first_checkpoint_type="direct")
+    with pytest.raises(ConfigError, match="got 'merged_base': there is no adapter to merge"):
+        syncer(Policy(), first_checkpoint_type="merged_base")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ class VllmOptions:
         if any(is_expert_tensor(name) for name in snapshot.tensors):
             raise EngineError(
                 f"adapter {snapshot.identity!r} must leave a mixture's experts alone with engine "
-                "'vllm', got some of them: use engine 'embedded', or lora_targets without mlp"
+                "'vllm', got some of them: send the merged model (checkpoint type 'merged_base'), "
+                "use engine 'embedded', or train an adapter without mlp"
             )
         rank = LoraOptions.from_metadata(snapshot.metadata).rank
         if self.lora_rank is None or rank > self.lora_rank:

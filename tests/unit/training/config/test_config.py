@@ -128,7 +128,15 @@ PROBLEMS = [
     ({"placement": "cloud"}, r"placement must be one of .*'ray'\], got 'cloud'"),
     (
         {"weight_sync": WeightSyncConfig(first_checkpoint_type="full")},
-        r"weight_sync.first_checkpoint_type must be one of .*'delta', 'direct'\], got 'full'",
+        r"weight_sync.first_checkpoint_type must be one of .*'direct', 'merged_base'\], got 'full'",
+    ),
+    (
+        {"weight_sync": WeightSyncConfig(first_checkpoint_type="merged_base")},
+        "lora_rank must be > 0 where first_checkpoint_type is 'merged_base', got 0",
+    ),
+    (
+        {"lora_rank": 4, "weight_sync": WeightSyncConfig(first_checkpoint_type="direct")},
+        "weight_sync.first_checkpoint_type must be 'base' or 'merged_base' for an adapter, got",
     ),
     (
         {"deployment": DeployConfig(tokenizer_model="t", weight_sync_scope="PER_DEPLOYMENT")},
