@@ -15,16 +15,17 @@ from pydantic import Strict
 from hearth.errors import RequestError
 from hearth.wire.base import Record
 
-DType = Literal["int64", "float32"]
+DType = Literal["int64", "float32", "int32"]
+"""int32 is for columns of token ids, which have room in it."""
 Encoding = Literal["list", "base64"]
 
-NUMPY_DTYPES: dict[DType, str] = {"int64": "<i8", "float32": "<f4"}
+NUMPY_DTYPES: dict[DType, str] = {"int64": "<i8", "float32": "<f4", "int32": "<i4"}
 MAX_SPARSE_VALUES = 2**24
 """Values that a sparse tensor may have once it is dense: a short request must not need much
 memory."""
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 2**31
-ITEM_BYTES: dict[DType, int] = {"int64": 8, "float32": 4}
+ITEM_BYTES: dict[DType, int] = {"int64": 8, "float32": 4, "int32": 4}
 
 
 class TensorRecord(Record):

@@ -157,12 +157,12 @@ class DatumColumns(Record):
 
     lengths: TensorRecord
     tokens: TensorRecord
-    """int64 [sum of lengths]."""
+    """int32 or int64 [sum of lengths]."""
     loss_fn_inputs: dict[str, TensorRecord]
     """Each [sum of lengths]; ``target_tokens`` among them."""
 
     def arrays(self) -> tuple[list[int], NDArray[np.int64], dict[str, NDArray[Any]]]:
-        """Lengths, tokens and loss inputs.
+        """Lengths, tokens and loss inputs; whole numbers are int64.
 
         Raises:
             RequestError: a column is of another size than the lengths add up to, or of a dtype
@@ -171,9 +171,9 @@ class DatumColumns(Record):
         lengths, tokens = self.lengths.to_numpy(), self.tokens.to_numpy()
         if self.lengths.dtype != "int64" or lengths.ndim != 1 or bool((lengths < 0).any()):
             raise RequestError("columns.lengths must be int64 numbers of tokens, >= 0")
-        if self.tokens.dtype != "int64":
-            raise RequestError(f"columns.tokens must be int64, got {self.tokens.dtype}")
-        inputs = {name: record.to_numpy() for name, record in self.loss_fn_inputs.items()}
+        if self.tokens.dtype == "float32":
+            raise RequestError("columns.tokens must be int32 or int64, got float32")
+        inputs = {name: _widen(record.to_numpy()) for name, record in self.loss_fn_inputs.items()}
         shape = (int(lengths.sum()),)
         for name, values in (("tokens", tokens), *inputs.items()):
             if values.shape != shape:
@@ -199,7 +199,7 @@ class DatumColumns(Record):
         return [
             DatumColumns(
                 lengths=encode([lengths[place] for place in places], "int64", "base64"),
-                tokens=take(tokens, places, "int64"),
+                tokens=take(tokens, places, self.tokens.dtype),
                 loss_fn_inputs={
                     name: take(values, places, self.loss_fn_inputs[name].dtype)
                     for name, values in inputs.items()
@@ -223,12 +223,19 @@ class DatumColumns(Record):
             DatumRecord(
                 model_input=ModelInputRecord(chunks=[ChunkRecord(tokens=own.tolist())]),
                 loss_fn_inputs={
-                    name: encode(parts[index], self.loss_fn_inputs[name].dtype)
+                    name: encode(
+                        parts[index], "int64" if parts[index].dtype == np.int64 else "float32"
+                    )
                     for name, parts in rows.items()
                 },
             )
             for index, own in enumerate(np.split(tokens, cuts))
         ]
+
+
+def _widen(values: NDArray[Any]) -> NDArray[Any]:
+    """int32 as int64, and all else as it is."""
+    return values.astype(np.int64) if values.dtype == np.int32 else values
 
 
 class ForwardInput(Record):

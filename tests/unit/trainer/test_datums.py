@@ -221,5 +221,20 @@ def test_columns_keep_the_rules_of_datums() -> None:
         read_datums(columns([content(4, "base64"), content(41, "base64")]), PPO, LIMITS)
     made.tokens.dtype = "float32"
     made.tokens.data = encode(np.zeros(12), "float32", "base64").data
-    with pytest.raises(RequestError, match=r"columns.tokens must be int64, got float32"):
+    with pytest.raises(RequestError, match=r"columns.tokens must be int32 or int64, got float32"):
         read_datums(made, PPO, LIMITS)
+
+
+def test_token_ids_without_room_in_32_bits_are_sent_datum_by_datum() -> None:
+    small, large = 5, 2**40
+    for tokens, targets in (((small, large), (1, 2)), ((1, 2), (small, large))):
+        datum = tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(list(tokens)),
+            loss_fn_inputs={"target_tokens": tinker.TensorData.from_numpy(np.array(targets))},
+        )
+
+        batch = build_batch([datum], as_columns=True)
+
+        assert batch.lengths is None
+        with pytest.raises(RequestError, match=rf"must be token ids .* got {large} at position 1"):
+            read_datums(records(batch.body["data"]), builtin_objective("cross_entropy"), LIMITS)
