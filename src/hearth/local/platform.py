@@ -114,7 +114,7 @@ def check_adapter_is_servable(base_model: str, targets: Sequence[str], engine: s
         raise ConfigError(
             "lora_targets must leave out 'mlp' for a mixture of experts with deployment.engine "
             f"'vllm', which serves no adapter of experts, got {list(targets)}: choose ['attn'], "
-            "engine 'embedded', or weight_sync.first_checkpoint_type 'merged_base', which sends "
+            "engine 'embedded', or first_checkpoint_type 'merged_base', which sends "
             "the whole model in each weight sync"
         )
 

@@ -281,7 +281,7 @@ def commands(model: str, source: str, request: PlanRequest, layout: Layout) -> l
     if request.lora_rank is not None:
         train += ["--lora-rank", str(request.lora_rank), "--lora-targets", *request.lora_targets]
     if layout.trainer.merges_adapter:
-        train += ["--weight-sync.first-checkpoint-type", "merged_base"]
+        train += ["--first-checkpoint-type", "merged_base"]
     if not request.has_reference:
         train += ["--kl-beta", "0"]
     train += ["--trainer.training-shape-id", name]

@@ -201,8 +201,7 @@ class WeightSyncConfig:
     dcp_timeout: float = DefaultFloat(2700.0)
     """Seconds that writing a checkpoint may take."""
     first_checkpoint_type: CheckpointType = "base"
-    """Kind of the first snapshot. "direct" and "merged_base" are of all: without files; and
-    the model with the adapter merged in, for vLLM, which serves no adapter of experts."""
+    """Kind of the first snapshot."""
 
 
 @dataclass(kw_only=True)
@@ -353,14 +352,17 @@ def merge_sync(
             (f"hotload.{oldest}", getattr(hotload, oldest)),
         )
 
-    kind = weight_sync.first_checkpoint_type
+    name = "first_checkpoint_type"
+    parts = {name: config, f"weight_sync.{name}": weight_sync, f"hotload.{name}": hotload}
+    kinds = [(spelling, getattr(part, name)) for spelling, part in parts.items()]
+    given = [kind for kind in kinds if kind[1] != "base"] or kinds[:1]
     return SyncSettings(
         interval=pick("weight_sync_interval", "hot_load_interval"),
         before_training=pick("weight_sync_before_training", "hot_load_before_training"),
         timeout_s=pick("weight_sync_timeout", "hot_load_timeout"),
         dcp_save_interval=pick("dcp_save_interval", "dcp_save_interval"),
         dcp_timeout_s=pick("dcp_timeout", "dcp_timeout"),
-        first_checkpoint_type=hotload.first_checkpoint_type if kind == "base" else kind,
+        first_checkpoint_type=choose_value(*given),
     )
 
 

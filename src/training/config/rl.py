@@ -9,6 +9,7 @@ from tyro.conf import Suppress
 
 from training.config.json_flag import JsonObject
 from training.config.parts import (
+    CheckpointType,
     CISPOConfig,
     DAPOConfig,
     DefaultFloat,
@@ -119,6 +120,9 @@ class RLConfig(RecipeConfig):
     """Publish the initial weights before the first sample."""
     weight_sync_timeout: float = DefaultFloat(600.0)
     """Seconds until a snapshot must be served."""
+    first_checkpoint_type: CheckpointType = "base"
+    """Kind of the first snapshot. "direct" and "merged_base" are of all: without files; and the
+    model with the adapter merged in, for vLLM, which serves no adapter of experts."""
 
     eval_samples_per_prompt: int = 1
     """Completions per held-out row."""

@@ -236,7 +236,7 @@ def _adapter_problems(config: RecipeConfig) -> Iterator[str]:
         yield "lora_rank must be > 0 where first_checkpoint_type is 'merged_base', got 0"
     if kind == "direct" and config.lora_rank > 0:
         yield (
-            "weight_sync.first_checkpoint_type must be 'base' or 'merged_base' for an adapter, got "
+            "first_checkpoint_type must be 'base' or 'merged_base' for an adapter, got "
             "'direct': an adapter is small, and is sent by files"
         )
 

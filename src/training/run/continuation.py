@@ -35,8 +35,9 @@ _FREE_NAMES = """
     min_samples_per_fwd_bwd max_samples_per_fwd_bwd scoring_batch
 
     dcp_save_interval dcp_timeout save_final_checkpoint keep_checkpoints weight_sync hotload
-    weight_sync_timeout weight_sync_before_training max_concurrent max_concurrency_rollout_sample
-    late_row_wait_s stall_timeout_s reward_workers reward_timeout_s reward_errors try_reward
+    weight_sync_timeout weight_sync_before_training first_checkpoint_type
+    max_concurrent max_concurrency_rollout_sample late_row_wait_s stall_timeout_s
+    reward_workers reward_timeout_s reward_errors try_reward
     rollout_workers rollout_worker_count rollout_timeout_s rollout_retries
 """
 FREE = frozenset(_FREE_NAMES.split())

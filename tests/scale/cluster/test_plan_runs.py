@@ -56,7 +56,7 @@ def test_ranks_keep_their_parts_in_the_hosts_memory_and_so_do_those_of_the_refer
 def test_two_gpus_share_a_replica_that_is_sent_the_merged_adapter_of_experts(tmp_path):
     flags = ("--gpus=8", "--gpu-memory-gib=40", "--lora-rank=8", "--concurrent=64")
     printed = plan(tmp_path, "qwen3-30b-a3b", *flags)
-    assert "--weight-sync.first-checkpoint-type merged_base" in printed.lines[-1]
+    assert "--first-checkpoint-type merged_base" in printed.lines[-1]
     (shape,) = printed.shapes
     assert shape["trainer_mode"] == "LORA_TRAINER"
     assert shape["engine_options"] == {"tensor_parallel_size": 2}

@@ -231,7 +231,7 @@ def test_vllm_is_sent_the_whole_model_where_an_adapter_changes_experts() -> None
     assert experts.base_bytes == experts.delta_bytes == 2 * request.model.parameters
     assert experts.layout.replica.lora_rank is None
     assert attention.base_bytes == 4 * request.model.lora_parameters(8, ("attn",))
-    flag = "--weight-sync.first-checkpoint-type merged_base"
+    flag = "--first-checkpoint-type merged_base"
     assert flag in commands("model", "model", request, experts.layout)[-1]
     assert flag not in commands("model", "model", request, attention.layout)[-1]
 

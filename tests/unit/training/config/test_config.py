@@ -125,18 +125,25 @@ PROBLEMS = [
     ({"min_samples_per_fwd_bwd": 300}, "min_samples_per_fwd_bwd must lie between 1 and"),
     ({"loss_path": "server"}, r"loss_path must be one of \['client', 'builtin'\], got 'server'"),
     ({"grad_accumulation_normalization": "tokens"}, "grad_accumulation_normalization must be one"),
+    (
+        {
+            "first_checkpoint_type": "direct",
+            "weight_sync": WeightSyncConfig(first_checkpoint_type="delta"),
+        },
+        "first_checkpoint_type and weight_sync.first_checkpoint_type must agree",
+    ),
     ({"placement": "cloud"}, r"placement must be one of .*'ray'\], got 'cloud'"),
     (
         {"weight_sync": WeightSyncConfig(first_checkpoint_type="full")},
         r"weight_sync.first_checkpoint_type must be one of .*'direct', 'merged_base'\], got 'full'",
     ),
     (
-        {"weight_sync": WeightSyncConfig(first_checkpoint_type="merged_base")},
+        {"first_checkpoint_type": "merged_base"},
         "lora_rank must be > 0 where first_checkpoint_type is 'merged_base', got 0",
     ),
     (
         {"lora_rank": 4, "weight_sync": WeightSyncConfig(first_checkpoint_type="direct")},
-        "weight_sync.first_checkpoint_type must be 'base' or 'merged_base' for an adapter, got",
+        "first_checkpoint_type must be 'base' or 'merged_base' for an adapter, got 'direct'",
     ),
     (
         {"deployment": DeployConfig(tokenizer_model="t", weight_sync_scope="PER_DEPLOYMENT")},
