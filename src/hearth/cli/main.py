@@ -17,6 +17,7 @@ from rich.table import Table
 
 import hearth
 from hearth.cli.verbs import VERBS
+from hearth.collector import collect_rarely
 from hearth.exit_codes import ExitCode, print_error
 
 Verb = Callable[[list[str]], int]
@@ -40,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not _is_ours_alone():
         return ExitCode.REFUSED
     _set_openmp_waiting()
-    run: Verb = verb.load()
     try:
-        return run(given[1:])
+        with collect_rarely():
+            run: Verb = verb.load()
+            return run(given[1:])
     except BrokenPipeError:
         if not _is_output_unread():
             raise

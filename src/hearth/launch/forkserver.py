@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hearth.collector import collect_rarely
 from hearth.errors import ConfigError, EngineError, HearthError, StorageError
 from hearth.launch.child import Task, run_task
 from hearth.launch.records import ProcessFacts, ProcessId, WorkerFolder, write_json
@@ -212,8 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if descriptor is None:
         return
     start_s = time.perf_counter()
-    for name in given.preload:
-        importlib.import_module(name)
+    with collect_rarely():
+        for name in given.preload:
+            importlib.import_module(name)
     # What is here now stays for good; a collection in a child would copy every page of it.
     gc.collect()
     gc.freeze()

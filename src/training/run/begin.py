@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from hearth.collector import collect_rarely
 from hearth.telemetry import Stopwatch
 from training.config.objective import objective_options
 from training.config.parts import own_config
@@ -55,9 +56,6 @@ logger = logging.getLogger(__name__)
 InfraT = TypeVar("InfraT", bound=TrainerInfra)
 Provision = Callable[..., AbstractContextManager[InfraT]]
 """Provisions a run's platform: ``(config, tokenizer, on_status=...)``."""
-
-COLLECT_EVERY = 5_000
-"""Objects that come to be, less those that go, between two collections of the youngest."""
 
 
 @contextlib.contextmanager
@@ -203,15 +201,11 @@ def _rare_collections() -> Iterator[None]:
     """Let the garbage collector look at less, and less often.
 
     What is there by now, libraries, models and the platform, stays to the end: 450,000 objects,
-    0.25 s for each full collection. And what samples are made of comes and goes by the thousand
-    without any cycle; with Python's own threshold a fifth of the time went into looking at it.
+    0.25 s for each full collection.
     """
-    thresholds = gc.get_threshold()
     gc.freeze()
-    if 0 < thresholds[0] < COLLECT_EVERY:
-        gc.set_threshold(COLLECT_EVERY)
     try:
-        yield
+        with collect_rarely():
+            yield
     finally:
-        gc.set_threshold(*thresholds)
         gc.unfreeze()
