@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the compiled loops share with it
@@ -41,6 +42,7 @@ FLAGS = (
 # Compilers use half of this width by default, where the processor has it.
 WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 TIMEOUT_S = 120.0
+_compiling = threading.Lock()
 
 
 @functools.cache
@@ -53,7 +55,8 @@ def load_library() -> ctypes.CDLL | None:
         logger.info("no C compiler (%s): using torch's own loops", ", ".join(COMPILERS))
         return None
     try:
-        return ctypes.CDLL(str(_compile_once(compiler, cache_folder())))
+        with _compiling:
+            return ctypes.CDLL(str(_compile_once(compiler, cache_folder())))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("the loops in C cannot be compiled, using torch's own: %s", error)
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ class EmbeddedPlatform:
         check_store(snapshot_store, placement)
         launcher: Launcher
         if placement == "inline":
+            from hearth.kernels.build import load_library
+
+            # A compiler that has to run first does so beside what is imported here and loaded next.
+            threading.Thread(target=load_library, name="hearth-kernels", daemon=True).start()
             from hearth.local.inline import InlineLauncher  # seconds, which a bad config is spared
 
             launcher = InlineLauncher(work_dir)

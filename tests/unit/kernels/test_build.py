@@ -176,6 +176,17 @@ def test_two_at_once_both_get_a_whole_library(install: Install, tmp_path: Path) 
 
 
 @needs_compiler
+def test_two_threads_of_a_process_compile_once(install: Install, tmp_path: Path) -> None:
+    install("cc")
+
+    with ThreadPoolExecutor(2) as pool:
+        loaded = [pool.submit(load), pool.submit(load)]
+
+    assert [double(library.result()) for library in loaded] == [[2.0, 4.0]] * 2
+    assert len(calls(tmp_path)) == 1
+
+
+@needs_compiler
 def test_a_changed_source_is_compiled_anew(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
