@@ -29,6 +29,11 @@ from hearth.cli.verbs import VERBS
             ["hearth.viewer.app", "hearth.viewer.verb"], {"torch", "transformers"}, id="the viewer"
         ),
         pytest.param(["training.rewards"], {"torch", "math_verify"}, id="rewards"),
+        pytest.param(
+            ["training.recipes.rl_loop"],
+            {"transformers", "peft", "starlette", "uvicorn", "sqlalchemy", "ray", "torch._dynamo"},
+            id="a recipe, before it runs",
+        ),
         pytest.param(["hearth.models.peft_import"], {"bitsandbytes"}, id="peft"),
         pytest.param(
             [target.partition(":")[0] for target, *_ in VERBS.values()],

@@ -12,12 +12,14 @@ async def rollout_fn(row):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hearth.sdk import DeploymentSampler, SamplingRetryPolicy
-from hearth.sdk.capture import CaptureServer, CaptureSession
 from training.rollouts.sampler import current_rollout, refuse_other_distribution
 from training.samples.rollout import RolloutRun, RolloutSample, RolloutSetup
+
+if TYPE_CHECKING:  # an HTTP server, which most recipes do without
+    from hearth.sdk.capture import CaptureServer, CaptureSession
 
 
 class AgentSession:
@@ -104,6 +106,8 @@ def build_agent_server(setup: RolloutSetup) -> AgentServer:
     Raises:
         ConfigError: ``setup.sample_kwargs`` was changed so that it truncates.
     """
+    from hearth.sdk.capture import CaptureServer
+
     options = setup.sample_kwargs
     refuse_other_distribution(options, options["temperature"])
     sampler = DeploymentSampler(
