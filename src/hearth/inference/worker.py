@@ -116,6 +116,8 @@ def _start_embedded(options: DeploymentOptions) -> InferenceEngine:
         dtype=options.dtype,
         device=options.device,
         trust_remote_code=options.trust_remote_code,
+        # A trainer beside it in this process has the same weights.
+        share=not isinstance(options.buckets, str),
     )
     return InferenceEngine(
         loaded,

@@ -10,6 +10,7 @@ are contiguous. The loops must be available (``hearth.kernels.ops.kernels``).
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from hearth.threads import refresh
 
 _PARTS = 16
 """Partial sums of a norm's weight gradient (``PARTS`` in cpu.c)."""
+_WIDENED = 2**22
+"""Values of a bfloat16 weight that are float32 at one time: 16 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +74,31 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) ->
     return _TreeAttention.apply(q, k, v, tree, scale)  # pyright: ignore[reportReturnType]
 
 
-def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """x [R, H] times each of ``weights`` [O, H], transposed: [R, O] each.
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A linear layer [O, H], and an adapter's update of rank K: ``scale * x @ down.T @ up.T``."""
 
-    The backward pass adds the gradients in x up inside the products instead of afterwards.
+    weight: Tensor
+    """float32, or bfloat16 that is computed with in float32."""
+    bias: Tensor | None = None
+    """[O]."""
+    down: Tensor | None = None
+    """[K, H]; None without an adapter."""
+    up: Tensor | None = None
+    """[O, K]."""
+    scale: float = 1.0
+
+
+def linears(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+    """The outputs [R, O] of each layer for the same x [R, H].
+
+    An update is added to its layer's output inside a product. The backward pass keeps x once and
+    each adapter's K values, adds all gradients in x up inside products, and computes none that
+    nobody wants.
     """
-    return _Products.apply(x, *weights)  # pyright: ignore[reportReturnType]
+    flat = [(layer.weight, layer.bias, layer.down, layer.up) for layer in layers]
+    scales = [layer.scale for layer in layers]
+    return _Linears.apply(x, scales, *itertools.chain(*flat))  # pyright: ignore[reportReturnType]
 
 
 def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -91,7 +113,7 @@ def score_frozen(states: Tensor, head: Tensor, targets: Tensor, temperature: flo
     """Logprobs [R] as ``score`` has them, of states [R, H] under a frozen ``head`` [V, H].
 
     The gradient of a row's logprob in its state is computed with it and kept, [R, H] instead of
-    logits [R, V]: the backward pass scales it.
+    logits [R, V]: the backward pass scales it. The head may be bfloat16.
     """
     return _ScoreFrozen.apply(states, head, targets, 1.0 / temperature)  # pyright: ignore[reportReturnType]
 
@@ -228,24 +250,78 @@ class _TreeAttention(Function):
         return *grads, None, None
 
 
-class _Products(Function):
+class _Linears(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Any:
-        ctx.save_for_backward(x, *weights)
-        return tuple(x @ weight.t() for weight in weights)
+    def forward(ctx: Any, x: Tensor, scales: Sequence[float], *flat: Tensor | None) -> Any:
+        outputs: list[Tensor] = []
+        inners: list[Tensor | None] = []
+        for scale, (weight, bias, down, up) in zip(scales, _by_layer(flat), strict=True):
+            output, inner = _multiply(x, weight), None
+            if bias is not None:
+                output.add_(bias)
+            if down is not None:
+                inner = (x @ down.t()).mul_(scale)
+                output.addmm_(inner, up.t())
+            outputs.append(output)
+            inners.append(inner)
+        ctx.scales = scales
+        ctx.save_for_backward(x, *inners, *flat)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        wants_x, *wanted = ctx.needs_input_grad
-        x_grad = None
-        if wants_x:
-            x_grad = grads[0] @ weights[0]
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                x_grad.addmm_(grad, weight)
-        pairs = zip(grads, wanted, strict=True)
-        return x_grad, *(grad.t() @ x if is_wanted else None for grad, is_wanted in pairs)
+        count = len(grads)
+        x, *saved = ctx.saved_tensors
+        wants_x, _, *wanted = ctx.needs_input_grad
+        layers = zip(grads, ctx.scales, saved[:count], _by_layer(saved[count:]), strict=True)
+        x_grad: Tensor | None = None
+        flat: list[Tensor | None] = []
+        for (grad, scale, inner, layer), wants in zip(layers, _by_layer(wanted), strict=True):
+            weight, _, down, up = layer
+            if wants_x:
+                x_grad = _multiply_back(grad, weight, x_grad)
+            flat += [grad.t() @ x if wants[0] else None, grad.sum(0) if wants[1] else None]
+            if inner is None:
+                flat += [None, None]
+                continue
+            inner_grad = (grad @ up).mul_(scale)
+            if x_grad is not None:
+                x_grad.addmm_(inner_grad, down)
+            flat += [
+                inner_grad.t() @ x if wants[2] else None,
+                grad.t() @ inner if wants[3] else None,
+            ]
+        return x_grad, None, *flat
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """x [R, H] @ weight [O, H], transposed."""
+    output = x.new_empty(x.shape[0], weight.shape[0])
+    for block in _split_rows(weight):
+        torch.mm(x, weight[block].float().t(), out=output[:, block])
+    return output
+
+
+def _multiply_back(grad: Tensor, weight: Tensor, others: Tensor | None = None) -> Tensor:
+    """grad [R, O] @ weight [O, H], added to ``others`` in place."""
+    for block in _split_rows(weight):
+        rows, values = grad[:, block], weight[block].float()
+        others = rows @ values if others is None else others.addmm_(rows, values)
+    assert others is not None, "a weight has rows"
+    return others
+
+
+def _split_rows(weight: Tensor) -> list[slice]:
+    """All rows of a float32 weight; of a bfloat16 one, parts that become float32 one by one."""
+    rows, columns = weight.shape
+    step = rows if weight.dtype == torch.float32 else max(1, _WIDENED // columns)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _by_layer(flat: Sequence[Any]) -> list[Sequence[Any]]:
+    """What layers have of weight, bias, down and up, from all of it end to end."""
+    return [flat[start : start + 4] for start in range(0, len(flat), 4)]
 
 
 class _Score(Function):
@@ -267,11 +343,11 @@ class _Score(Function):
 class _ScoreFrozen(Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Tensor, targets: Tensor, factor: float) -> Tensor:
-        logits = states @ head.t()
+        logits = _multiply(states, head)
         logprobs, *kept = _score(logits, targets, factor)
         if ctx.needs_input_grad[0]:
             _become_gradient(logits, targets, factor, kept, torch.ones_like(logprobs))
-            ctx.save_for_backward(logits @ head)
+            ctx.save_for_backward(_multiply_back(logits, head))
         return logprobs
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hearth.kernels.training import Linear
 from hearth.models.loading import LoadedModel
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -96,6 +97,25 @@ def read_decoder(loaded: LoadedModel) -> Decoder | None:
 def base_weight(linear: nn.Module) -> Tensor:
     """The weight of a linear module, without its adapter's update."""
     return getattr(linear, "base_layer", linear).get_parameter("weight")
+
+
+def read_linear(linear: nn.Module) -> Linear | None:
+    """The tensors of a linear module, with its adapter's if that is on; None of any other module.
+
+    They are the module's own, not copies.
+    """
+    layer: Any = linear
+    if type(linear) is nn.Linear:
+        return Linear(layer.weight, layer.bias)
+    base = getattr(linear, "base_layer", None)
+    if type(base) is not nn.Linear or not hasattr(linear, "lora_A"):
+        return None
+    names = () if layer.disable_adapters else layer.active_adapters
+    if not names:
+        return Linear(base.weight, base.bias)
+    (name,) = names
+    down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+    return Linear(base.weight, base.bias, down, up, layer.scaling[name])
 
 
 def plain_weight(linear: nn.Module) -> Tensor:

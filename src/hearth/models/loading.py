@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,20 @@ class LoraOptions:
         return {"lora": asdict(self)}
 
 
+@dataclass(frozen=True, eq=False)
+class CommonWeights:
+    """Tensors that models of this process compute with and none changes: a module that is not run.
+
+    It lives as long as one of them.
+    """
+
+    module: nn.Module
+
+
+_common: WeakValueDictionary[tuple[Any, ...], CommonWeights] = WeakValueDictionary()
+"""By folder or hub id, the files in the folder, and dtype."""
+
+
 @dataclass
 class LoadedModel:
     """A causal LM in memory, in eval mode: no dropout, the same numbers in every pass."""
@@ -102,6 +117,8 @@ class LoadedModel:
     """Longest sequence, in tokens, that the model has positions for."""
     lora: LoraOptions | None = None
     """The options of the attached adapter."""
+    common: CommonWeights | None = None
+    """What keeps its tensors for other models; None where they are its own."""
 
     @property
     def config(self) -> Any:
@@ -117,6 +134,7 @@ def load_model(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     shard: Callable[[nn.Module], None] | None = None,
+    share: bool = False,
 ) -> LoadedModel:
     """Load any causal LM that transformers knows, from a folder or a hub id.
 
@@ -124,6 +142,8 @@ def load_model(
     The weights require gradients until a caller freezes them.
     ``shard`` is called with the module before it has weights (they are on the meta device), to make
     DTensors of them: only this rank's parts are then read, into the host's memory.
+    With ``share``, models of one folder on the CPU have the same tensors: whoever changes one in
+    place calls ``own_weights`` first.
 
     Raises:
         ConfigError: the folder does not exist, the hub does not answer, the architecture is
@@ -137,23 +157,22 @@ def load_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     target = _check_device(device)
+    share = share and target.type == "cpu"
     with loading_lock, _hide_progress_bars(), _convert_errors(where, target):
         folder = _resolve_source(where)
+        key = (folder, _describe_files(folder), dtype) if share else ()
+        common = _common.get(key)
         maker: Any = transformers.AutoModelForCausalLM
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if shard is not None:
             maker, options = _shard_when_made(folder, shard, options)
-        loaded: Any = maker.from_pretrained(
-            folder, dtype=DTYPES[dtype], output_loading_info=True, **options
-        )
-        module, report = loaded
-        if report["missing_keys"]:
-            missing = sorted(report["missing_keys"])
-            raise ConfigError(
-                f"base_model must hold every weight of its architecture, got {where!r} without "
-                f"{missing[:4]} ({len(missing)} in all)"
-            )
-        module = module.eval() if shard is not None else module.to(target).eval()
+        if common is not None:
+            module = _copy_module(common.module)
+        else:
+            module = _read_module(maker, folder, dtype=DTYPES[dtype], **options)
+            module = module.eval() if shard is not None else module.to(target).eval()
+        if share and common is None:
+            common = _common[key] = CommonWeights(_copy_module(module))
     if shard is not None:
         # Its own class again.
         module.__class__ = maker.__base__
@@ -167,7 +186,45 @@ def load_model(
         eos_token_ids=_read_eos_token_ids(module),
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         max_position=int(getattr(config, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
+        common=common,
     )
+
+
+def _read_module(maker: Any, folder: str, **options: Any) -> Any:
+    """The module of a folder or hub id, with all of its weights."""
+    module, report = maker.from_pretrained(folder, output_loading_info=True, **options)
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ConfigError(
+            f"base_model must hold every weight of its architecture, got {folder!r} without "
+            f"{missing[:4]} ({len(missing)} in all)"
+        )
+    return module
+
+
+def _describe_files(folder: str) -> tuple[Any, ...]:
+    """Names, sizes and times of a folder's files; nothing of a hub id."""
+    if not Path(folder).is_dir():
+        return ()
+    facts = [(path.name, path.stat()) for path in Path(folder).iterdir()]
+    return tuple(sorted((name, fact.st_size, fact.st_mtime_ns) for name, fact in facts))
+
+
+def _copy_module(module: nn.Module) -> Any:
+    """A module of the same structure, whose tensors are other views of the same memory."""
+    views: dict[int, Tensor] = {id(buffer): buffer.detach() for buffer in module.buffers()}
+    for parameter in module.parameters():
+        views[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    return copy.deepcopy(module, views)
+
+
+def own_weights(loaded: LoadedModel) -> None:
+    """Give a model tensors of its own, to change in place, where it has those of others."""
+    if loaded.common is None:
+        return
+    for tensor in (*loaded.module.parameters(), *loaded.module.buffers()):
+        tensor.data = tensor.data.clone()
+    loaded.common = None
 
 
 def _shard_when_made(

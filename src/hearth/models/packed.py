@@ -11,20 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hearth.kernels.ops import kernels
 from hearth.kernels.training import (
     Tree,
     add_rms_norm,
-    products,
+    linears,
     rms_norm,
     rope,
     silu_mul,
     tree_attention,
 )
-from hearth.models.decoder import Decoder, DecoderLayer, read_decoder
+from hearth.models.decoder import Decoder, DecoderLayer, read_decoder, read_linear
 from hearth.models.loading import LoadedModel
 from hearth.models.prefixes import Cluster
 
@@ -121,10 +121,11 @@ class PackedDecoder:
             if cache is not None:
                 cache.append((k, v))
             mixed = tree_attention(q, k, v, tree, decoder.scale)
-            attended = _linear(layer.o_proj, mixed.view(mixed.shape[0], -1))
+            (attended,) = _linears((layer.o_proj,), mixed.view(mixed.shape[0], -1))
             x, normed = add_rms_norm(x, attended, layer.post_norm.weight, decoder.eps)
             inner = silu_mul(*_linears((layer.gate_proj, layer.up_proj), normed))
-            return add_rms_norm(x, _linear(layer.down_proj, inner), following.weight, decoder.eps)
+            (added,) = _linears((layer.down_proj,), inner)
+            return add_rms_norm(x, added, following.weight, decoder.eps)
 
         if recompute:
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
@@ -161,15 +162,10 @@ def _heads(
     return rotate(q, layer.q_norm), rotate(k, layer.k_norm), v
 
 
-def _linears(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of several layers for the same input."""
-    if all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
-        return products(x, *(linear.weight for linear in linears))
-    return tuple(_linear(linear, x) for linear in linears)
-
-
-def _linear(linear: Any, x: Tensor) -> Tensor:
-    """A plain layer's output without the module's overhead; an adapted layer runs as a module."""
-    if type(linear) is nn.Linear:
-        return nn.functional.linear(x, linear.weight, linear.bias)
-    return linear(x).contiguous()
+def _linears(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of several linear modules for the same input."""
+    layers = [layer for module in modules if (layer := read_linear(module)) is not None]
+    if len(layers) == len(modules):
+        return linears(x, *layers)
+    # Those of a deployment with many adapters, of which each row has its own.
+    return tuple(module(x).contiguous() for module in modules)

@@ -476,6 +476,8 @@ class TrainerEngine:
             device=options.device,
             trust_remote_code=options.trust_remote_code,
             shard=shard,
+            # A deployment beside it in this process has the same weights.
+            share=shard is None and self._snapshots.shares_tensors,
         )
 
     def wrap_operation(

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from hearth.errors import ConfigError, EngineError, ForwardOnlyError, NotFoundError, RequestError
-from hearth.models.loading import LoadedModel, base_tensors, load_base_tensors, share_weights
+from hearth.models.loading import (
+    LoadedModel,
+    base_tensors,
+    load_base_tensors,
+    own_weights,
+    share_weights,
+)
 from hearth.models.lora import (
     LoraOptions,
     adapter_tensors,
@@ -245,8 +251,10 @@ class Residents:
         """Weights to train: the base weights themselves if no other model uses them."""
         is_shared = any(model.loaded is self._base for model in self._models.values())
         if self._base is None or is_shared:
-            return self._load()
-        loaded, self._base = self._base, None
+            loaded = self._load()
+        else:
+            loaded, self._base = self._base, None
+        own_weights(loaded)
         return loaded
 
 

@@ -11,9 +11,10 @@ from tests.unit.kernels.tensors import EPS, SetThreads, assert_equal, random
 from torch import Tensor
 
 from hearth.kernels.training import (
+    Linear,
     Tree,
     add_rms_norm,
-    products,
+    linears,
     rms_norm,
     rope,
     score,
@@ -105,28 +106,65 @@ def test_the_gated_product_has_the_plain_values_and_gradients(
     assert_same(silu_mul, lambda gate, up: torch.nn.functional.silu(gate) * up, inputs)
 
 
+def split_layers(flat: Sequence[Tensor], scale: float) -> list[Linear]:
+    """Layers of a weight, a bias, and the two matrices of an adapter each."""
+    fours = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+    return [Linear(weight, bias, down, up, scale) for weight, bias, down, up in fours]
+
+
+def plain_linears(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    outputs: list[Tensor] = []
+    for layer in layers:
+        assert layer.down is not None
+        assert layer.up is not None
+        update = layer.up @ layer.down * layer.scale
+        outputs.append(torch.nn.functional.linear(x, layer.weight + update, layer.bias))
+    return tuple(outputs)
+
+
 @pytest.mark.parametrize("sizes", [(5,), (8, 3), (64, 32, 32)])
-def test_products_with_the_same_rows_have_the_plain_values_and_gradients(
-    sizes: Sequence[int],
-) -> None:
+def test_layers_of_the_same_rows_have_the_plain_values_and_gradients(sizes: Sequence[int]) -> None:
     weights = [random(size, 48, seed=size) for size in sizes]
 
     assert_same(
-        lambda x, *ws: products(x, *ws),
+        lambda x, *ws: linears(x, *map(Linear, ws)),
         lambda x, *ws: tuple(x @ weight.T for weight in ws),
         [random(37, 48), *weights],
     )
 
 
-def test_products_give_gradients_to_those_that_want_them() -> None:
-    x, first, second = random(5, 8), random(3, 8).requires_grad_(), random(4, 8)
+@pytest.mark.parametrize("sizes", [(5,), (64, 32, 32)])
+@pytest.mark.parametrize("scale", [2.0, 0.5])
+def test_adapted_layers_have_the_plain_values_and_gradients(
+    sizes: Sequence[int], scale: float
+) -> None:
+    flat = [
+        random(*shape, seed=size + place)
+        for size in sizes
+        for place, shape in enumerate([(size, 48), (size,), (3, 48), (size, 3)])
+    ]
 
-    torch.cat(products(x, first, second), dim=1).sum().backward()
+    assert_same(
+        lambda x, *parts: linears(x, *split_layers(parts, scale)),
+        lambda x, *parts: plain_linears(x, split_layers(parts, scale)),
+        [random(37, 48), *flat],
+    )
+
+
+def test_layers_give_gradients_to_those_that_want_them() -> None:
+    x, first, second = random(5, 8), random(3, 8).requires_grad_(), random(4, 8)
+    down, up = random(2, 8, seed=1).requires_grad_(), random(4, 2, seed=2)
+
+    outputs = linears(x, Linear(first), Linear(second, None, down, up))
+    torch.cat(outputs, dim=1).sum().backward()
 
     assert first.grad is not None
     torch.testing.assert_close(first.grad, x.sum(0).expand(3, 8))
+    assert down.grad is not None
+    torch.testing.assert_close(down.grad, up.sum(0)[:, None] * x.sum(0))
     assert x.grad is None
     assert second.grad is None
+    assert up.grad is None
 
 
 def plain_rope(x: Tensor, rotations: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:

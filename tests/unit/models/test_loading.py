@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.unit.tiny import shake
 from transformers import AutoModelForCausalLM
 
 from hearth.errors import ConfigError, EngineError
@@ -18,7 +19,9 @@ from hearth.models.loading import (
     load_base_tensors,
     load_model,
     load_tokenizer,
+    own_weights,
 )
+from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora
 from training.quickstart import MODEL
 
 IDS = torch.tensor([[5, 9, 11, 2, 40, 7]])
@@ -33,6 +36,57 @@ def test_a_loaded_model_states_what_others_need_to_know(qwen_folder: Path) -> No
     assert loaded.eos_token_ids == (3,)
     assert (loaded.vocab_size, loaded.max_position) == (64, 256)
     assert not loaded.module.training
+
+
+def test_models_that_share_have_the_same_memory_until_one_owns_its_weights(
+    qwen_folder: Path,
+) -> None:
+    first, second = (load_model(qwen_folder, share=True) for _ in range(2))
+    alone = load_model(qwen_folder)
+    addresses = [
+        [tensor.data_ptr() for tensor in base_tensors(loaded.module).values()]
+        for loaded in (first, second, alone)
+    ]
+    expected = first.module(IDS).logits
+
+    assert addresses[0] == addresses[1]
+    assert not set(addresses[0]) & set(addresses[2])
+
+    own_weights(second)
+    with torch.no_grad():
+        for tensor in base_tensors(second.module).values():
+            tensor.add_(1.0)
+
+    assert torch.equal(first.module(IDS).logits, expected)
+    assert not torch.equal(second.module(IDS).logits, expected)
+
+
+def test_an_adapter_of_one_model_changes_no_other_that_shares_its_weights(
+    qwen_folder: Path,
+) -> None:
+    first, second = (load_model(qwen_folder, share=True) for _ in range(2))
+    expected = second.module(IDS).logits
+
+    attach_lora(first, LoraOptions(rank=2))
+    shake(adapter_tensors(first), 1)
+    third = load_model(qwen_folder, share=True)
+
+    assert not torch.equal(first.module(IDS).logits, expected)
+    assert torch.equal(second.module(IDS).logits, expected)
+    assert torch.equal(third.module(IDS).logits, expected)
+    assert all(parameter.requires_grad for parameter in third.module.parameters())
+
+
+def test_a_folder_that_was_written_again_is_read_again(qwen_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(qwen_folder, tmp_path / "model")
+    before = load_model(folder, share=True)
+    tensors = {name: tensor + 1 for name, tensor in base_tensors(before.module).items()}
+    export_pretrained(before, tensors, folder)
+
+    after = load_model(folder, share=True)
+
+    for name, tensor in base_tensors(after.module).items():
+        assert torch.equal(tensor, tensors[name])
 
 
 def test_bfloat16_weights_are_the_rounded_float32_weights(qwen_folder: Path) -> None:

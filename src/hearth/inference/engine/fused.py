@@ -36,6 +36,7 @@ from hearth.models.decoder import (
     plain_bias,
     plain_weight,
     read_decoder,
+    read_linear,
 )
 from hearth.models.loading import LoadedModel
 
@@ -237,14 +238,12 @@ def _list_updates(updates: Sequence[LayerUpdate | None]) -> ctypes.Array[LoraUpd
 
 
 @torch.no_grad()
-def _read_update(linear: Any) -> LayerUpdate | None:
+def _read_update(module: Any) -> LayerUpdate | None:
     """The update of a layer's attached adapter; None where it has none."""
-    names = getattr(linear, "active_adapters", ())
-    if not names:
+    linear = read_linear(module)
+    if linear is None or linear.down is None or linear.up is None:
         return None
-    (name,) = names
-    down, up = linear.lora_A[name].weight, linear.lora_B[name].weight
-    return LayerUpdate(down.contiguous(), up.t().contiguous(), linear.scaling[name])
+    return LayerUpdate(linear.down.contiguous(), linear.up.t().contiguous(), linear.scale)
 
 
 def _read_layer(layer: DecoderLayer) -> _LayerWeights:

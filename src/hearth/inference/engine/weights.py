@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.func import functional_call
 
 from hearth.errors import EngineError
-from hearth.models.loading import LoadedModel, base_tensors, check_same_tensors, describe_non_finite
+from hearth.models.loading import (
+    LoadedModel,
+    base_tensors,
+    check_same_tensors,
+    describe_non_finite,
+    own_weights,
+)
 from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach_lora
 from hearth.sync.chain import apply_verified, resolve
 from hearth.sync.manifest import TensorEntry
@@ -112,7 +118,11 @@ class ServedWeights:
             _probe(self._loaded, prepared.values, snapshot.identity)
             if self._loaded.lora is not None:
                 detach_lora(self._loaded)
+            if self._in_place:
+                own_weights(self._loaded)
             _assign(base_tensors(self._loaded.module), prepared.values, in_place=self._in_place)
+            # What it was loaded with is computed with no more.
+            self._loaded.common = None
         self._identity = snapshot.identity
         self._entries = snapshot.entries
 
