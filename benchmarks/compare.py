@@ -13,6 +13,7 @@ and said.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -36,7 +37,8 @@ HEADING = """\
 The same model, prompts, reward and numbers of samples for all: 8 prompts of 8 completions a step,
 float32, 2 threads, AdamW; models of 0.8 M (1m) and 3.2 M (3m) parameters. *Reference* adds a KL
 term of 0.04 to a frozen reference. *4 optimizer steps* cuts a batch of 4 prompts of 16 completions,
-with prompts of 400 tokens, into four. *0.6b LoRA* is the shape of Qwen3-0.6B with random weights:
+with prompts of 400 tokens, into four. *A core taken*: another program computes beside each run,
+without end. *0.6b LoRA* is the shape of Qwen3-0.6B with random weights:
 rank 16, 4 prompts of 4, 128 tokens of prompt and 64 new ones. The *floor* is a plain
 PyTorch loop without platform, recipe or checks; with prompts of 222 tokens it computes each prompt
 once. Each run is a process of its own, in turn, A B C A B C; of a run's steps after the warm-up the
@@ -60,6 +62,7 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
         *("--model", "3m", "--fixed-len", "--prompt-pad", "378"),
         *("--prompts", "4", "--group", "16", "--minibatches", "4"),
     ),
+    "3m fixed 64, a core taken": ("--model", "3m", "--fixed-len"),
     "0.6b LoRA": LARGE,
     "0.6b LoRA, bfloat16": (*LARGE, "--dtype", "bfloat16"),
 }
@@ -75,6 +78,8 @@ STEPS = {
 ROUNDS = {"0.6b LoRA": 1, "0.6b LoRA, bfloat16": 1}
 """Of workloads of which a round takes minutes."""
 FLOOR_KNOWS = tuple(WORKLOADS)[:5]
+CORE_TAKEN = ("3m fixed 64, a core taken",)
+"""Beside which another program computes, on any core."""
 USUAL_STEPS = 3
 WARM_UP = 1
 """Steps left out at the start."""
@@ -120,20 +125,33 @@ class Contender:
             *("--steps", str(steps), "--warmup", str(WARM_UP)),
             *extra,
         ]
+        taker = contextlib.nullcontext() if workload not in CORE_TAKEN else take_core()
         quiet = {"HF_HUB_OFFLINE": "1", "TRL_DISABLE_USAGE_STATS": "1"}
         quiet["TOKENIZERS_PARALLELISM"] = "false"
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=os.environ | quiet,
-            check=False,
-        )
+        with taker:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                env=os.environ | quiet,
+                check=False,
+            )
         if done.returncode:
             sys.stderr.write(done.stderr[-4000:])
             done.check_returncode()
         return orjson.loads(done.stdout.strip().splitlines()[-1])
+
+
+@contextlib.contextmanager
+def take_core() -> Iterator[None]:
+    """Another program computes on a core inside the ``with``."""
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        other.kill()
+        other.wait()
 
 
 def contenders(asked: argparse.Namespace) -> Iterator[Contender]:

@@ -62,21 +62,6 @@ def load_library() -> ctypes.CDLL | None:
         return None
 
 
-@functools.cache
-def find_torch_symbol(name: str) -> int | None:
-    """The address of a function that torch's own library exports; None if it does not.
-
-    BLAS's ``sgemm_`` is its matrix product, MKL's ``MKL_Set_Num_Threads_Local`` the number of
-    threads of a thread's products.
-    """
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        symbol = getattr(ctypes.CDLL(str(path)), name, None)
-    except OSError:
-        return None
-    return None if symbol is None else ctypes.cast(symbol, ctypes.c_void_p).value
-
-
 def cache_folder() -> Path:
     """Where compiled loops are kept.
 

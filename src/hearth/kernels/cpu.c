@@ -34,6 +34,122 @@ typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
 #endif
 
+#define CACHE_LINE 64
+
+/* Rows and registers of columns of a block of a product: with the operands of a step their sums fill
+   the sixteen registers of AVX2. Few rows take more columns, so that sums wait for none before. */
+#define HEIGHT 6
+#define WIDTH 2
+#define FEW_ROWS 3
+#define FEW_WIDTH 4
+
+static inline __attribute__((always_inline)) void multiply_block(
+    const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t depth,
+    float *out, int64_t out_row, int adds, const int rows, const int width) {
+    Lanes sum[HEIGHT][FEW_WIDTH];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < width; c++)
+            sum[r][c] = adds ? *(const Lanes *)(out + r * out_row + c * LANES) : (Lanes){0};
+    for (int64_t i = 0; i < depth; i++) {
+        Lanes right[FEW_WIDTH];
+        for (int c = 0; c < width; c++) right[c] = *(const Lanes *)(b + i * b_step + c * LANES);
+        for (int r = 0; r < rows; r++) {
+            const Lanes left = (Lanes){0} + a[r * a_row + i * a_step];
+            for (int c = 0; c < width; c++) sum[r][c] = MULTIPLY_ADD(left, right[c], sum[r][c]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < width; c++) *(Lanes *)(out + r * out_row + c * LANES) = sum[r][c];
+}
+
+/* out[r][c] = sum over i of a[r * a_row + i * a_step] * b[i * b_step + c], on top of what is there
+   where it `adds`. `columns` is a multiple of LANES. A sum is taken in the order of i, so that its
+   bits do not hang on what else is computed. */
+static void multiply(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step,
+                     int64_t depth, int64_t rows, int64_t columns, float *out, int64_t out_row,
+                     int adds) {
+    #define BLOCK_OF(height, width) \
+        case height: \
+            multiply_block(a + r * a_row, a_row, a_step, b + c, b_step, depth, \
+                           out + r * out_row + c, out_row, adds, height, width); \
+            break
+    #define ROWS_OF(width) \
+        switch (height) { \
+            BLOCK_OF(1, width); BLOCK_OF(2, width); BLOCK_OF(3, width); \
+            BLOCK_OF(4, width); BLOCK_OF(5, width); BLOCK_OF(6, width); \
+        }
+    const int64_t most = rows <= FEW_ROWS ? FEW_WIDTH : WIDTH;
+    for (int64_t c = 0, width; c < columns; c += width * LANES) {
+        const int64_t left = (columns - c) / LANES;
+        width = left >= most ? most : left >= WIDTH ? WIDTH : 1;
+        for (int64_t r = 0, height; r < rows; r += height) {
+            /* Blocks of about one height: small ones wait for each sum. */
+            const int64_t blocks = (rows - r + HEIGHT - 1) / HEIGHT;
+            height = (rows - r + blocks - 1) / blocks;
+            if (width == FEW_WIDTH) {
+                switch (height) { BLOCK_OF(1, FEW_WIDTH); BLOCK_OF(2, FEW_WIDTH); BLOCK_OF(3, FEW_WIDTH); }
+            } else if (width == WIDTH) ROWS_OF(WIDTH)
+            else ROWS_OF(1)
+        }
+    }
+    #undef ROWS_OF
+    #undef BLOCK_OF
+}
+
+/* Columns of a panel. A small model's weight [n][depth] is packed as panels [depth][PANEL] of that many
+   of its rows each, the last one filled up with zeros. */
+#define PANEL (WIDTH * LANES)
+/* Steps of a product after which the next rows are taken: the first-level cache holds a panel's. */
+#define DEPTH 256
+
+int64_t hearth_panel_columns(void) { return PANEL; }
+
+void hearth_pack(const float *weight, int64_t n, int64_t depth, float *panels, int threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t first = 0; first < n; first += PANEL) {
+        float *to = panels + first * depth;
+        const int64_t count = n - first < PANEL ? n - first : PANEL;
+        for (int64_t i = 0; i < depth; i++) {
+            for (int64_t c = 0; c < count; c++) to[i * PANEL + c] = weight[(first + c) * depth + i];
+            for (int64_t c = count; c < PANEL; c++) to[i * PANEL + c] = 0.0f;
+        }
+    }
+}
+
+/* Some rows of x times one panel. Meanwhile the second-level cache gets what follows in memory, which is
+   the next panel: no prefetcher knows that a panel is read once for each block of rows. */
+static void multiply_panel(const float *x, int64_t rows, int64_t depth, const float *panel,
+                           float *out, int64_t out_row) {
+    const int64_t blocks = (rows + HEIGHT - 1) / HEIGHT, line = CACHE_LINE / sizeof(float);
+    for (int64_t i = 0; i < depth; i += DEPTH) {
+        const int64_t steps = depth - i < DEPTH ? depth - i : DEPTH, lines = steps * PANEL / line;
+        const float *part = panel + i * PANEL, *next = part + steps * PANEL;
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t start = rows * block / blocks, stop = rows * (block + 1) / blocks;
+            for (int64_t l = lines * block / blocks; blocks > 1 && l < lines * (block + 1) / blocks; l++)
+                __builtin_prefetch(next + l * line, 0, 2);
+            multiply(x + start * depth + i, depth, 1, part, PANEL, steps, stop - start, PANEL,
+                     out + start * out_row, out_row, i > 0);
+        }
+    }
+}
+
+/* out [rows][n] = x [rows][depth] times a packed weight [n][depth], transposed. */
+static void multiply_panels(const float *x, int64_t rows, int64_t depth, const float *panels,
+                            int64_t n, float *out) {
+    int64_t c = 0;
+    for (; c + PANEL <= n; c += PANEL)
+        multiply_panel(x, rows, depth, panels + c * depth, out + c, n);
+    if (c == n) return;
+    for (int64_t r = 0; r < rows; r += HEIGHT) {
+        const int64_t count = rows - r < HEIGHT ? rows - r : HEIGHT;
+        float edge[HEIGHT * PANEL];
+        multiply_panel(x + r * depth, count, depth, panels + c * depth, edge, PANEL);
+        for (int64_t row = 0; row < count; row++)
+            memcpy(out + (r + row) * n + c, edge + row * PANEL, sizeof(float) * (size_t)(n - c));
+    }
+}
+
 /* exp to about 1 ulp on [-87, 88]; below it is 0 in effect. Vectorizes, which libm's does not. */
 static inline float exp_fast(float x) {
     x = x < -87.3f ? -87.3f : x;
@@ -107,41 +223,122 @@ typedef struct {
     float eps, scale;
 } AttentionShape;
 
+/* Rows of x, and columns of the product, that are computed together: with the operands of a step
+   their sums fill the registers of AVX2. */
+#define GROUP 4
+#define COLUMNS 3
+#define FEW_COLUMNS 4 /* of one or two rows */
+
+#if defined(__x86_64__)
+/* A value that the compiler must hold in a register: it would load it again for each use. */
+#define HOLD(value) __asm__("" : "+x"(value))
+#else
+#define HOLD(value)
+#endif
+
+/* The sums of neighbours in two registers, one after the other. */
+static inline Lanes add_pairs(Lanes a, Lanes b) {
+    typedef int32_t Places __attribute__((vector_size(4 * LANES)));
+    Places even, odd;
+    for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+/* Dot products of some rows of x, packed by `pack_rows`, with some rows of `weight`. */
+static inline __attribute__((always_inline)) void multiply_few(
+    const float *packed, int64_t depth, const float *weight, int64_t stride, float *out,
+    const int rows, const int columns) {
+    enum { MOST = (GROUP * COLUMNS + LANES - 1) / LANES * LANES };
+    Lanes own[GROUP * COLUMNS], sums[MOST];
+    const int count = rows * columns, wide = count > LANES ? MOST : LANES;
+    for (int j = 0; j < count; j++) own[j] = (Lanes){0};
+    for (int64_t i = 0; i < depth; i += LANES) {
+        Lanes right[FEW_COLUMNS];
+        for (int c = 0; c < columns; c++) {
+            right[c] = *(const Lanes *)(weight + c * depth + i);
+            HOLD(right[c]);
+        }
+        for (int r = 0; r < rows; r++) {
+            Lanes left = *(const Lanes *)(packed + i * rows + r * LANES);
+            HOLD(left);
+            for (int c = 0; c < columns; c++)
+                own[r * columns + c] = MULTIPLY_ADD(left, right[c], own[r * columns + c]);
+        }
+    }
+    for (int j = 0; j < wide; j++) sums[j] = j < count ? own[j] : (Lanes){0};
+    for (int left = wide; left > wide / LANES; left /= 2)
+        for (int j = 0; j < left / 2; j++) sums[j] = add_pairs(sums[2 * j], sums[2 * j + 1]);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            out[r * stride + c] = sums[(r * columns + c) / LANES][(r * columns + c) % LANES];
+}
+
+/* Dot products of `rows` queries with all keys, into weights [rows][longest]. */
+static inline __attribute__((always_inline)) void score_keys(
+    const float *queries, const float *keys, int64_t count, int64_t longest, float *weights,
+    const int64_t dim, const int rows, const int columns) {
+    float packed[rows * dim];
+    for (int64_t i = 0; i < dim; i += LANES)
+        for (int r = 0; r < rows; r++)
+            *(Lanes *)(packed + i * rows + r * LANES) = *(const Lanes *)(queries + r * dim + i);
+    int64_t k = 0;
+    for (; k + columns <= count; k += columns)
+        multiply_few(packed, dim, keys + k * dim, longest, weights + k, rows, columns);
+    for (; k < count; k++)
+        multiply_few(packed, dim, keys + k * dim, longest, weights + k, rows, 1);
+}
+
 /* One kv head of one row, with the queries that look at it. `dim` is a constant where it is
    inlined, so that the loops over it unroll. */
 static inline __attribute__((always_inline)) void attend(
     const float *queries, const float *keys, const float *values, float *weights, int64_t group,
     int64_t count, int64_t longest, float scale, float *out, const int64_t dim) {
-    for (int64_t k = 0; k < count; k++) {
-        const float *key = keys + k * dim;
-        for (int64_t query_head = 0; query_head < group; query_head++) {
-            const float *query = queries + query_head * dim;
-            float dot = 0.0f;
-            #pragma omp simd reduction(+ : dot)
-            for (int64_t i = 0; i < dim; i++) dot += query[i] * key[i];
-            weights[query_head * longest + k] = dot * scale;
+    const int is_whole = dim % LANES == 0;
+    for (int64_t first = 0; first < group;) {
+        const float *own = queries + first * dim;
+        float *to = weights + first * longest;
+        if (is_whole && group - first >= GROUP) {
+            score_keys(own, keys, count, longest, to, dim, GROUP, COLUMNS);
+            first += GROUP;
+        } else if (is_whole && group - first >= 2) {
+            score_keys(own, keys, count, longest, to, dim, 2, FEW_COLUMNS);
+            first += 2;
+        } else if (is_whole) {
+            score_keys(own, keys, count, longest, to, dim, 1, FEW_COLUMNS);
+            first += 1;
+        } else {
+            for (int64_t k = 0; k < count; k++) {
+                float dot = 0.0f;
+                #pragma omp simd reduction(+ : dot)
+                for (int64_t i = 0; i < dim; i++) dot += own[i] * keys[k * dim + i];
+                to[k] = dot;
+            }
+            first += 1;
         }
     }
+    float shares[group];
     for (int64_t query_head = 0; query_head < group; query_head++) {
         float *weight = weights + query_head * longest;
         float most = weight[0], sum = 0.0f;
+        #pragma omp simd reduction(max : most)
         for (int64_t k = 1; k < count; k++) most = weight[k] > most ? weight[k] : most;
         #pragma omp simd reduction(+ : sum)
         for (int64_t k = 0; k < count; k++) {
-            weight[k] = exp_fast(weight[k] - most);
+            weight[k] = exp_fast((weight[k] - most) * scale);
             sum += weight[k];
         }
-        const float share = 1.0f / sum;
+        shares[query_head] = 1.0f / sum;
+    }
+    if (is_whole) multiply(weights, longest, 1, values, dim, count, group, dim, out, dim, 0);
+    for (int64_t query_head = 0; query_head < group; query_head++) {
+        const float *weight = weights + query_head * longest;
         float *to = out + query_head * dim;
-        float mean[dim];
-        for (int64_t i = 0; i < dim; i++) mean[i] = 0.0f;
-        for (int64_t k = 0; k < count; k++) {
-            const float part = weight[k];
-            const float *value = values + k * dim;
-            #pragma omp simd
-            for (int64_t i = 0; i < dim; i++) mean[i] += part * value[i];
+        if (!is_whole) {
+            memset(to, 0, sizeof(float) * (size_t)dim);
+            for (int64_t k = 0; k < count; k++)
+                for (int64_t i = 0; i < dim; i++) to[i] += weight[k] * values[k * dim + i];
         }
-        for (int64_t i = 0; i < dim; i++) to[i] = mean[i] * share;
+        for (int64_t i = 0; i < dim; i++) to[i] *= shares[query_head];
     }
 }
 
@@ -198,11 +395,6 @@ static int64_t longest_of(const int64_t *positions, int64_t rows) {
     return longest;
 }
 
-/* BLAS, as Fortran has it. */
-typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *,
-                      const float *, const float *, const int *, const float *, const int *,
-                      const float *, float *, const int *);
-
 /* Of a wide model `k`, `v` and `up` are the module's own weights, and so are `qkv` and `gate_up`: those
    of the queries and the gate alone. */
 typedef struct {
@@ -211,78 +403,11 @@ typedef struct {
 } StepLayer;
 
 typedef struct {
-    Sgemm sgemm;
-    int (*own_threads)(int); /* how many threads a product takes that this thread asks for */
     const StepLayer *layers;
     const float *embedding, *final_norm, *head, *head_bias, *cosine, *sine;
     int64_t num_layers, hidden, inner, vocab, layer_stride;
     int64_t is_wide; /* its products are those of `multiply_rows` */
 } StepModel;
-
-/* Multiplications from which threads that share a product save more than their start costs. */
-#define LEAST_SHARED (1 << 24)
-
-/* out [rows][n] = x [rows][k] times weight, which is [k][n], or [n][k] if `transposed`, on `threads`
-   threads at most. */
-static void product(const StepModel *model, int threads, const float *x, int64_t rows, int64_t k,
-                    const float *weight, int64_t n, int transposed, float *out) {
-    const int m = (int)n, count = (int)rows, depth = (int)k;
-    const float one = 1.0f, zero = 0.0f;
-    const int own = rows * k * n < LEAST_SHARED ? 1 : threads;
-    const int before = model->own_threads ? model->own_threads(own) : 0;
-    model->sgemm(transposed ? "T" : "N", "N", &m, &count, &depth, &one, weight,
-                 transposed ? &depth : &m, x, &depth, &zero, out, &m);
-    if (model->own_threads) model->own_threads(before);
-}
-
-/* Rows of x, and columns of the product, that are computed together: with the operands of a step
-   their sums fill the registers of AVX2. */
-#define GROUP 4
-#define COLUMNS 3
-
-#if defined(__x86_64__)
-/* A value that the compiler must hold in a register: it would load it again for each use. */
-#define HOLD(value) __asm__("" : "+x"(value))
-#else
-#define HOLD(value)
-#endif
-
-/* The sums of neighbours in two registers, one after the other. */
-static inline Lanes add_pairs(Lanes a, Lanes b) {
-    typedef int32_t Places __attribute__((vector_size(4 * LANES)));
-    Places even, odd;
-    for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
-    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
-}
-
-/* Dot products of some rows of x, packed by `pack_rows`, with some rows of `weight`. */
-static inline __attribute__((always_inline)) void multiply_few(
-    const float *packed, int64_t depth, const float *weight, int64_t stride, float *out,
-    const int rows, const int columns) {
-    enum { MOST = (GROUP * COLUMNS + LANES - 1) / LANES * LANES };
-    Lanes own[GROUP * COLUMNS], sums[MOST];
-    const int count = rows * columns, wide = count > LANES ? MOST : LANES;
-    for (int j = 0; j < count; j++) own[j] = (Lanes){0};
-    for (int64_t i = 0; i < depth; i += LANES) {
-        Lanes right[COLUMNS];
-        for (int c = 0; c < columns; c++) {
-            right[c] = *(const Lanes *)(weight + c * depth + i);
-            HOLD(right[c]);
-        }
-        for (int r = 0; r < rows; r++) {
-            Lanes left = *(const Lanes *)(packed + i * rows + r * LANES);
-            HOLD(left);
-            for (int c = 0; c < columns; c++)
-                own[r * columns + c] = MULTIPLY_ADD(left, right[c], own[r * columns + c]);
-        }
-    }
-    for (int j = 0; j < wide; j++) sums[j] = j < count ? own[j] : (Lanes){0};
-    for (int left = wide; left > wide / LANES; left /= 2)
-        for (int j = 0; j < left / 2; j++) sums[j] = add_pairs(sums[2 * j], sums[2 * j + 1]);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++)
-            out[r * stride + c] = sums[(r * columns + c) / LANES][(r * columns + c) % LANES];
-}
 
 /* x [rows][depth] as `multiply_rows` reads it: GROUP rows end to end, LANES of each in turn. */
 static void pack_rows(const float *x, int64_t rows, int64_t depth, float *packed) {
@@ -375,7 +500,7 @@ static void add_updates(Adapters adapters, int64_t place, const float *x, int64_
 static void project(const StepModel *model, int threads, const float *x, int64_t rows, int64_t k,
                     const float *weight, int64_t n, float *packed, float *out) {
     if (!model->is_wide) {
-        product(model, threads, x, rows, k, weight, n, 1, out);
+        multiply_panels(x, rows, k, weight, n, out);
         return;
     }
     pack_rows(x, rows, k, packed);
@@ -393,7 +518,6 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
     const Adapters own_adapters = adapters ? adapters + start : NULL;
     const Reach reach = {model->cosine, model->sine, longest};
     const int64_t reach_floats = group * (longest + shape->dim);
-    /* Between a small model's products one thread is faster than two. */
     const int shared = model->is_wide ? threads : 1;
     const int64_t deepest = mixed > inner ? mixed : inner;
     const int64_t packed_floats = !model->is_wide ? 0 : deepest > hidden ? deepest : hidden;
@@ -428,7 +552,7 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
             MULTIPLY(layer->k, kv, width, qkv + mixed);
             MULTIPLY(layer->v, kv, width, qkv + mixed + kv);
         } else {
-            product(model, threads, normed, rows, hidden, layer->qkv, width, 0, qkv);
+            multiply_panels(normed, rows, hidden, layer->qkv, width, qkv);
         }
         UPDATE(Q, normed, hidden, mixed, width, qkv);
         UPDATE(K, normed, hidden, kv, width, qkv + mixed);
@@ -446,7 +570,7 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
             MULTIPLY(layer->gate_up, inner, 2 * inner, gates);
             MULTIPLY(layer->up, inner, 2 * inner, gates + inner);
         } else {
-            product(model, threads, normed, rows, hidden, layer->gate_up, 2 * inner, 0, gates);
+            multiply_panels(normed, rows, hidden, layer->gate_up, 2 * inner, gates);
         }
         UPDATE(GATE, normed, hidden, inner, 2 * inner, gates);
         UPDATE(UP, normed, hidden, inner, 2 * inner, gates + inner);
@@ -471,12 +595,15 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
     return 0;
 }
 
+/* Rows of a small model's step that are worth waking a thread. */
+#define LEAST_ROWS 2
+
 /* A decoding step of all rows: each thread takes some of them through the whole model, so that
-   threads meet once. A share has `least` rows at least: below, products round otherwise. */
+   threads meet once. */
 int hearth_decode_step(const StepModel *model, const AttentionShape *shape, const int64_t *tokens,
-                       const int64_t *positions, Adapters adapters, int64_t least, float *keys,
-                       float *values, float *logits) {
-    const int64_t longest = longest_of(positions, shape->rows), most = shape->rows / least;
+                       const int64_t *positions, Adapters adapters, float *keys, float *values,
+                       float *logits) {
+    const int64_t longest = longest_of(positions, shape->rows), most = shape->rows / LEAST_ROWS;
     const int64_t wanted = shape->threads < most ? shape->threads : most;
     /* The threads of a wide model share each weight, which one of them reads from memory. */
     const int parts = model->is_wide ? 1 : (int)wanted;
@@ -711,59 +838,6 @@ typedef struct {
 } TreeShape;
 
 static inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
-
-#define CACHE_LINE 64
-/* Rows of a block of a product, whose sums registers hold. */
-#define HEIGHT 4
-
-static inline __attribute__((always_inline)) void multiply_block(
-    const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step, int64_t depth,
-    float *out, int64_t out_row, int adds, const int rows, const int width) {
-    Lanes sum[HEIGHT][4];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < width; c++)
-            sum[r][c] = adds ? *(const Lanes *)(out + r * out_row + c * LANES) : (Lanes){0};
-    for (int64_t i = 0; i < depth; i++) {
-        Lanes right[4];
-        for (int c = 0; c < width; c++) right[c] = *(const Lanes *)(b + i * b_step + c * LANES);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < width; c++)
-                sum[r][c] = MULTIPLY_ADD((Lanes){0} + a[r * a_row + i * a_step], right[c], sum[r][c]);
-    }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < width; c++) *(Lanes *)(out + r * out_row + c * LANES) = sum[r][c];
-}
-
-/* out[r][c] = sum over i of a[r * a_row + i * a_step] * b[i * b_step + c], on top of what is there
-   where it `adds`. `columns` is a multiple of LANES. A sum is taken in the order of i, so that its
-   bits do not hang on what else is computed. */
-static void multiply(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_step,
-                     int64_t depth, int64_t rows, int64_t columns, float *out, int64_t out_row,
-                     int adds) {
-    #define BLOCK_OF(height, width) \
-        multiply_block(a + r * a_row, a_row, a_step, b + c, b_step, depth, out + r * out_row + c, \
-                       out_row, adds, height, width)
-    #define COLUMNS_OF(width) \
-        for (; r + HEIGHT <= rows; r += HEIGHT) BLOCK_OF(HEIGHT, width); \
-        for (; r < rows; r++) BLOCK_OF(1, width);
-    int64_t c = 0;
-    while (c < columns) {
-        const int64_t left = (columns - c) / LANES;
-        int64_t r = 0;
-        if (left >= 4) {
-            COLUMNS_OF(4)
-            c += 4 * LANES;
-        } else if (left >= 2) {
-            COLUMNS_OF(2)
-            c += 2 * LANES;
-        } else {
-            COLUMNS_OF(1)
-            c += LANES;
-        }
-    }
-    #undef COLUMNS_OF
-    #undef BLOCK_OF
-}
 
 /* Queries that are computed together: rows of one sequence, and the heads that share their keys.
    Each has a column of scores, so that softmax goes down all of them at once. */

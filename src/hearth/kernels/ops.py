@@ -38,10 +38,10 @@ class AttentionShape(ctypes.Structure):
 
 
 class StepLayer(ctypes.Structure):
-    """The addresses of one layer's weights; ``qkv`` and ``gate_up`` are transposed.
+    """The addresses of one layer's weights; matrices are in panels (``Kernels.pack``).
 
-    Of a wide model ``qkv`` is the queries' weight and ``gate_up`` the gate's, not transposed, and
-    ``k``, ``v`` and ``up`` are the others; else these are None.
+    Of a wide model matrices are as the module has them. ``qkv`` is the queries' and ``gate_up`` the
+    gate's, and ``k``, ``v`` and ``up`` are the others; else these are None.
     """
 
     _attention = ("input_norm", "qkv", "bias", "q_norm", "k_norm", "o")
@@ -59,8 +59,6 @@ class StepModel(ctypes.Structure):
     """The sizes and weights for ``decode_step``; ``layer_stride`` is the cache's, in elements."""
 
     _fields_ = (
-        ("sgemm", _POINTER),
-        ("own_threads", _POINTER),
         ("layers", ctypes.POINTER(StepLayer)),
         ("embedding", _POINTER),
         ("final_norm", _POINTER),
@@ -117,16 +115,15 @@ class Kernels:
         positions: Tensor,
         cache: tuple[Tensor, Tensor],
         *,
-        least_rows: int,
         adapters: ctypes.Array[Any] | None = None,
     ) -> Tensor:
         """A whole decoding step: logits [R, V] after ``tokens`` at ``positions`` [R] (int64).
 
-        Each thread takes some of the rows, ``least_rows`` at least, through all layers.
+        Each thread takes some of the rows through all layers.
         ``adapters`` has for each row the address of its ``LoraUpdate`` array: seven per layer (q,
         k, v, o, gate, up, down), then the head's; None for a row without an adapter.
 
-        Seven parameters and no record, which would have to be made anew for every token.
+        Six parameters and no record, which would have to be made anew for every token.
         """
         logits = torch.empty(shape.rows, model.vocab)
         self.library.hearth_decode_step(
@@ -135,12 +132,20 @@ class Kernels:
             tokens.data_ptr(),
             positions.data_ptr(),
             adapters,
-            least_rows,
             cache[0].data_ptr(),
             cache[1].data_ptr(),
             logits.data_ptr(),
         )
         return logits
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight [O, I] as ``decode_step`` reads a small model's: panels [P, I, C] of C rows."""
+        rows, depth = weight.shape
+        columns = self.library.hearth_panel_columns()
+        panels = torch.empty(-(-rows // columns), depth, columns)
+        given, threads = (weight.data_ptr(), rows, depth), _threads(rows * depth)
+        self.library.hearth_pack(*given, panels.data_ptr(), threads)
+        return panels
 
     def sample(
         self, logits: Tensor, temperatures: Tensor, fractions: Tensor
@@ -176,7 +181,8 @@ def kernels() -> Kernels | None:
         return None
     p, n, f, i = _POINTER, _INT64, _FLOAT, _INT
     for name, types in {
-        "decode_step": (*map(ctypes.POINTER, (StepModel, AttentionShape)), p, p, p, n, p, p, p),
+        "decode_step": (*map(ctypes.POINTER, (StepModel, AttentionShape)), p, p, p, p, p, p),
+        "pack": (p, n, n, p, i),
         "norm_forward": (p, p, p, f, n, n, p, p, p, i),
         "norm_backward": (p, p, p, p, p, n, n, p, p, i),
         "silu_forward": (p, p, n, p, i),

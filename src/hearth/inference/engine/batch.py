@@ -98,7 +98,7 @@ class DecodeBatch:
         """Sample one token for every slot; a failure fails all of them."""
         count = len(self.slots)
         try:
-            tokens, positions = self.slots.inputs()
+            tokens, positions = self.slots.inputs(self._runner.least_rows)
             with self._runner.recording(self.slots.want_routing) as record:
                 logits = self._runner.decode(tokens, positions, self.cache, self.slots.adapters)
             self.stats.steps += 1

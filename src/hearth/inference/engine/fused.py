@@ -1,9 +1,9 @@
 """A decoding step in one call, for plain decoders in float32 on the CPU.
 
-The call is a loop in C (``hearth.kernels``) that computes all layers, with torch's own matrix
-products inside. Each thread has rows of its own, so threads wait for each other once per step.
-The three attention projections are one product, and so are the MLP's first two. The fused weights
-are copies of the module's: ``refresh`` drops them after every change.
+The call is a loop in C (``hearth.kernels``) that computes all layers. Each thread has rows of its
+own, so threads wait for each other once per step. The three attention projections are one product,
+and so are the MLP's first two. The weights are copies of the module's, in the order in which the
+loop reads them: ``refresh`` drops them after every change.
 
 A wide model's weights are not copied, and its adapter is not merged: a step reads the module's own
 tensors from memory, once for all rows, and threads share each product.
@@ -14,7 +14,6 @@ Legend: B rows, V vocabulary, H hidden size, F size of the MLP.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hearth.inference.engine.adapters import Adapter, LayerUpdate
-from hearth.inference.engine.cache import MIN_ROWS, SlotCache
-from hearth.kernels.build import find_torch_symbol
+from hearth.inference.engine.cache import SlotCache
 from hearth.kernels.ops import AttentionShape, Kernels, LoraUpdate, StepLayer, StepModel, kernels
 from hearth.models.decoder import (
     Decoder,
@@ -39,8 +37,6 @@ from hearth.models.decoder import (
     read_linear,
 )
 from hearth.models.loading import LoadedModel
-
-logger = logging.getLogger(__name__)
 
 _LEAST_POSITIONS = 64
 """The runner's probe has more tokens than the shortest ``max_seq_len``."""
@@ -79,12 +75,11 @@ class FusedDecoder:
     """Decodes for a ``ModelRunner``. Used by one thread at a time."""
 
     def __init__(
-        self, loaded: LoadedModel, decoder: Decoder, loops: Kernels, product: int, *, positions: int
+        self, loaded: LoadedModel, decoder: Decoder, loops: Kernels, *, positions: int
     ) -> None:
         self._loaded = loaded
         self._decoder = decoder
         self._loops = loops
-        self._product = product
         self._rotations = decoder.compute_rotations(max(positions, _LEAST_POSITIONS))
         self._layers: list[_LayerWeights] = []
         self._head: tuple[Tensor, Tensor | None] | None = None
@@ -103,11 +98,7 @@ class FusedDecoder:
         decoder = read_decoder(loaded) if loops is not None and is_plain else None
         if decoder is None or loops is None:
             return None
-        product = find_torch_symbol("sgemm_")
-        if product is None:
-            logger.warning("torch does not export its matrix product: decoding runs in torch")
-            return None
-        return cls(loaded, decoder, loops, product, positions=positions)
+        return cls(loaded, decoder, loops, positions=positions)
 
     def refresh(self) -> None:
         """Drop the weights; the next step takes those that the module has then."""
@@ -133,7 +124,6 @@ class FusedDecoder:
             torch.from_numpy(tokens),
             torch.from_numpy(positions),
             (cache.keys, cache.values),
-            least_rows=MIN_ROWS,
             adapters=self._find_updates(adapters, len(tokens)),
         )
 
@@ -172,18 +162,16 @@ class FusedDecoder:
                 self._own_updates = (updates, _list_updates(updates))
             head = base_weight(linear)
         else:
-            self._layers = [_fuse_layer(layer) for layer in decoder.layers]
+            self._layers = [_fuse_layer(layer, self._loops) for layer in decoder.layers]
             head = plain_weight(linear)
         head_bias = plain_bias(linear)
-        self._head = (head, head_bias)
+        self._head = (head if self._is_wide else self._loops.pack(head.contiguous()), head_bias)
         addresses = (StepLayer * len(self._layers))(*(layer.addresses() for layer in self._layers))
         self._step = StepModel(
-            self._product,
-            find_torch_symbol("MKL_Set_Num_Threads_Local"),
             addresses,
             decoder.backbone.embed_tokens.weight.data_ptr(),
             decoder.backbone.norm.weight.data_ptr(),
-            head.data_ptr(),
+            self._head[0].data_ptr(),
             None if head_bias is None else head_bias.data_ptr(),
             self._rotations[0].data_ptr(),
             self._rotations[1].data_ptr(),
@@ -264,19 +252,19 @@ def _read_layer(layer: DecoderLayer) -> _LayerWeights:
 
 
 @torch.no_grad()
-def _fuse_layer(layer: DecoderLayer) -> _LayerWeights:
-    attention = (layer.q_proj, layer.k_proj, layer.v_proj)
+def _fuse_layer(layer: DecoderLayer, loops: Kernels) -> _LayerWeights:
+    def pack(*linears: Any) -> Tensor:
+        return loops.pack(torch.cat([plain_weight(linear) for linear in linears]))
+
     return _LayerWeights(
         input_norm=layer.input_norm.weight,
-        qkv=torch.cat([plain_weight(linear) for linear in attention]).t().contiguous(),
+        qkv=pack(layer.q_proj, layer.k_proj, layer.v_proj),
         bias=_join_biases(layer),
         norms=_read_norms(layer),
-        o=plain_weight(layer.o_proj).t(),
+        o=pack(layer.o_proj),
         post_norm=layer.post_norm.weight,
-        gate_up=torch.cat([plain_weight(layer.gate_proj), plain_weight(layer.up_proj)])
-        .t()
-        .contiguous(),
-        down=plain_weight(layer.down_proj).t(),
+        gate_up=pack(layer.gate_proj, layer.up_proj),
+        down=pack(layer.down_proj),
     )
 
 

@@ -103,6 +103,11 @@ class ModelRunner:
         """Whether prompts of any lengths are prefilled together."""
         return self._packed is not None
 
+    @property
+    def least_rows(self) -> int:
+        """Slots that a decoding step needs, so that a row has the same bits in any batch."""
+        return MIN_ROWS if self._fused is None else 1
+
     def weights_changed(self) -> None:
         """Compute with the weights that the module has now."""
         if self._fused is not None:

@@ -94,9 +94,9 @@ class DecodeSlots:
             self._stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
         return slots
 
-    def inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Last tokens and their positions, padded to at least ``MIN_ROWS`` slots."""
-        count = max(len(self), MIN_ROWS)
+    def inputs(self, least: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Last tokens and their positions, padded to ``least`` slots."""
+        count = max(len(self), least)
         return self.last_token[:count], self.length[:count] - 1
 
     def sampling_inputs(
