@@ -29,6 +29,7 @@ RESTING = frozenset({"idle", "load_snapshot"})
 """Phases without parallel work: nothing is computed, or one thread copies."""
 _RECORDS = 64
 _PID, _COMPUTES = 0, 1
+_FEW_VALUES = 2**23
 
 _this = threading.local()
 
@@ -139,6 +140,22 @@ def refresh() -> None:
     member: Member | None = getattr(_this, "member", None)
     if member is not None:
         member.take_share()
+
+
+@contextlib.contextmanager
+def use_one_if_small(values: int) -> Iterator[None]:
+    """Inside the ``with`` operations on this many ``values`` have one thread, unless they are many.
+
+    Waking a thread takes longer than its part of a small operation.
+    """
+    import torch  # as in ThreadBudget
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if values < _FEW_VALUES else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _open_board(path: Path) -> int:

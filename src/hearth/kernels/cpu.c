@@ -104,14 +104,17 @@ static void multiply(const float *a, int64_t a_row, int64_t a_step, const float 
 
 int64_t hearth_panel_columns(void) { return PANEL; }
 
-void hearth_pack(const float *weight, int64_t n, int64_t depth, float *panels, int threads) {
-    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t first = 0; first < n; first += PANEL) {
-        float *to = panels + first * depth;
-        const int64_t count = n - first < PANEL ? n - first : PANEL;
-        for (int64_t i = 0; i < depth; i++) {
-            for (int64_t c = 0; c < count; c++) to[i * PANEL + c] = weight[(first + c) * depth + i];
-            for (int64_t c = count; c < PANEL; c++) to[i * PANEL + c] = 0.0f;
+/* Rows of a weight become rows `first` and so on of what the panels hold. */
+void hearth_pack(const float *weight, int64_t n, int64_t depth, int64_t first, float *panels) {
+    for (int64_t r = 0, count; r < n; r += count) {
+        const int64_t column = (first + r) % PANEL;
+        float *panel = panels + (first + r - column) * depth;
+        count = n - r < PANEL - column ? n - r : PANEL - column;
+        for (int64_t start = 0; start < depth; start += DEPTH) {
+            const int64_t stop = start + DEPTH < depth ? start + DEPTH : depth;
+            for (int64_t c = 0; c < count; c++)
+                for (int64_t i = start; i < stop; i++)
+                    panel[i * PANEL + column + c] = weight[(r + c) * depth + i];
         }
     }
 }

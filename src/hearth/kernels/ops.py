@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,13 +139,21 @@ class Kernels:
         )
         return logits
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """A weight [O, I] as ``decode_step`` reads a small model's: panels [P, I, C] of C rows."""
-        rows, depth = weight.shape
-        columns = self.library.hearth_panel_columns()
-        panels = torch.empty(-(-rows // columns), depth, columns)
-        given, threads = (weight.data_ptr(), rows, depth), _threads(rows * depth)
-        self.library.hearth_pack(*given, panels.data_ptr(), threads)
+    def pack(self, weights: Sequence[Tensor], panels: Tensor | None = None) -> Tensor:
+        """Weights [O, I], one below the other, as ``decode_step`` reads a small model's.
+
+        They are in panels [P, I, C] of C rows; those given are written again.
+        """
+        depth = weights[0].shape[1]
+        if panels is None:
+            columns = self.library.hearth_panel_columns()
+            rows = sum(weight.shape[0] for weight in weights)
+            panels = torch.zeros(-(-rows // columns), depth, columns)
+        first = 0
+        for weight in map(Tensor.contiguous, weights):
+            place = (weight.shape[0], depth, first, panels.data_ptr())
+            self.library.hearth_pack(weight.data_ptr(), *place)
+            first += weight.shape[0]
         return panels
 
     def sample(
@@ -182,7 +191,7 @@ def kernels() -> Kernels | None:
     p, n, f, i = _POINTER, _INT64, _FLOAT, _INT
     for name, types in {
         "decode_step": (*map(ctypes.POINTER, (StepModel, AttentionShape)), p, p, p, p, p, p),
-        "pack": (p, n, n, p, i),
+        "pack": (p, n, n, n, p),
         "norm_forward": (p, p, p, f, n, n, p, p, p, i),
         "norm_backward": (p, p, p, p, p, n, n, p, p, i),
         "silu_forward": (p, p, n, p, i),

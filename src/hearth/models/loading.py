@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hearth.errors import ConfigError, EngineError
+from hearth.threads import use_one_if_small
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Names of the dtypes that models are loaded in."""
@@ -338,14 +339,15 @@ def check_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -
 
 def describe_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The first tensor that holds NaN or an infinity, and how many; None where all are finite."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.numel() == 0:
-            continue
-        # One pass that copies nothing; NaN is both the least and the greatest value.
-        least, greatest = torch.aminmax(tensor.detach())
-        if not bool(torch.stack([least, greatest]).isfinite().all()):
-            count = int((~tensor.isfinite()).sum())
-            return f"{count} of {tensor.numel()} values of {name!r} that are not"
+    with use_one_if_small(sum(tensor.numel() for tensor in tensors.values())):
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point() or tensor.numel() == 0:
+                continue
+            # One pass that copies nothing; NaN is both the least and the greatest value.
+            least, greatest = torch.aminmax(tensor.detach())
+            if not bool(torch.stack([least, greatest]).isfinite().all()):
+                count = int((~tensor.isfinite()).sum())
+                return f"{count} of {tensor.numel()} values of {name!r} that are not"
     return None
 
 

@@ -143,7 +143,7 @@ class DecodeBatch:
         """
         self._runner.weights_changed()
         self.prompts.clear()
-        if not self.slots:
+        if not self.slots and self._runner.reads_masked_keys:
             self.cache.clear()
         for slot, sequence in enumerate(self.slots.sequences):
             sequence.end_run(self._serving(), self.slots.count(slot))

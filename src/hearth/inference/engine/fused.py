@@ -101,8 +101,8 @@ class FusedDecoder:
         return cls(loaded, decoder, loops, positions=positions)
 
     def refresh(self) -> None:
-        """Drop the weights; the next step takes those that the module has then."""
-        self._layers, self._head, self._step = [], None, None
+        """Have the next step take the weights that the module has then."""
+        self._step = None
 
     @torch.inference_mode()
     def decode(
@@ -162,10 +162,13 @@ class FusedDecoder:
                 self._own_updates = (updates, _list_updates(updates))
             head = base_weight(linear)
         else:
-            self._layers = [_fuse_layer(layer, self._loops) for layer in decoder.layers]
+            before = self._layers or [None] * len(decoder.layers)
+            pairs = zip(decoder.layers, before, strict=True)
+            self._layers = [_fuse_layer(layer, old, self._loops) for layer, old in pairs]
             head = plain_weight(linear)
         head_bias = plain_bias(linear)
-        self._head = (head if self._is_wide else self._loops.pack(head.contiguous()), head_bias)
+        old_head = None if self._head is None else self._head[0]
+        self._head = (head if self._is_wide else self._loops.pack([head], old_head), head_bias)
         addresses = (StepLayer * len(self._layers))(*(layer.addresses() for layer in self._layers))
         self._step = StepModel(
             addresses,
@@ -252,19 +255,22 @@ def _read_layer(layer: DecoderLayer) -> _LayerWeights:
 
 
 @torch.no_grad()
-def _fuse_layer(layer: DecoderLayer, loops: Kernels) -> _LayerWeights:
-    def pack(*linears: Any) -> Tensor:
-        return loops.pack(torch.cat([plain_weight(linear) for linear in linears]))
+def _fuse_layer(layer: DecoderLayer, old: _LayerWeights | None, loops: Kernels) -> _LayerWeights:
+    """A small model's layer in panels: those of its ``old`` weights, if it has any."""
+
+    def pack(name: str, *linears: Any) -> Tensor:
+        panels = None if old is None else getattr(old, name)
+        return loops.pack([plain_weight(linear) for linear in linears], panels)
 
     return _LayerWeights(
         input_norm=layer.input_norm.weight,
-        qkv=pack(layer.q_proj, layer.k_proj, layer.v_proj),
+        qkv=pack("qkv", layer.q_proj, layer.k_proj, layer.v_proj),
         bias=_join_biases(layer),
         norms=_read_norms(layer),
-        o=pack(layer.o_proj),
+        o=pack("o", layer.o_proj),
         post_norm=layer.post_norm.weight,
-        gate_up=pack(layer.gate_proj, layer.up_proj),
-        down=pack(layer.down_proj),
+        gate_up=pack("gate_up", layer.gate_proj, layer.up_proj),
+        down=pack("down", layer.down_proj),
     )
 
 

@@ -104,6 +104,11 @@ class ModelRunner:
         return self._packed is not None
 
     @property
+    def reads_masked_keys(self) -> bool:
+        """Whether a decoding step reads keys behind a sequence's end, where no NaN may be."""
+        return self._fused is None
+
+    @property
     def least_rows(self) -> int:
         """Slots that a decoding step needs, so that a row has the same bits in any batch."""
         return MIN_ROWS if self._fused is None else 1

@@ -26,6 +26,7 @@ from hearth.models.lora import LoraOptions, adapter_tensors, attach_lora, detach
 from hearth.sync.chain import apply_verified, resolve
 from hearth.sync.manifest import TensorEntry
 from hearth.sync.store import Snapshot
+from hearth.threads import use_one_if_small
 
 _ALIGNMENT = 64
 _PROBE_TOKENS = (1, 2, 0, 1)
@@ -214,12 +215,13 @@ def _probe(loaded: LoadedModel, values: Mapping[str, Tensor], identity: str) -> 
     swapped = {name: given[id(own)] for name, own in state.items() if id(own) in given}
     tokens = [token % loaded.vocab_size for token in _PROBE_TOKENS]
     input_ids = torch.tensor([tokens], device=loaded.device)
-    output: Any = functional_call(
-        loaded.module,
-        swapped,
-        kwargs={"input_ids": input_ids, "use_cache": False},
-        tie_weights=False,
-    )
+    with use_one_if_small(sum(value.numel() for value in values.values())):
+        output: Any = functional_call(
+            loaded.module,
+            swapped,
+            kwargs={"input_ids": input_ids, "use_cache": False},
+            tie_weights=False,
+        )
     # A model may rule tokens out with -inf, but not all of them.
     highest = output.logits.float().amax(-1)
     if not bool(highest.isfinite().all()):
