@@ -5,8 +5,10 @@ anything outside, so that all there is to win is that neither role waits for the
 a process of its own, in turn, round after round; steps after the warm-up count, from the first's
 end to the last's.
 
-*One thread each*: every operation has one thread (``OMP_NUM_THREADS=1``), so that the synchronous
-run leaves a core idle. *Budget*: the platform's own split of all cores, as a user has it.
+*Limit* is what overlap could win at most: the synchronous step's time on all cores over the CPU
+seconds that it takes. *One thread each*: every operation has one thread (``OMP_NUM_THREADS=1``), so
+that the synchronous run leaves a core idle. *Budget*: the platform's own split of all cores, as a
+user has it.
 
     python benchmarks/async_step.py [--model 1m] [--steps 20] [--rounds 5]
 """
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,8 @@ from training.utils import DeployConfig
 PROMPTS, GROUP, MAX_NEW = 8, 8, 64
 WARM_UP = 4
 """Steps left out at the start: caches are cold, and the first batches fill the pipeline."""
+CPU_S: list[float] = []
+"""CPU seconds of this process, whenever a completion was there."""
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {"synchronous_training": True},
     "O = 1": {"max_head_offpolicy_versions": 1},
@@ -56,6 +61,7 @@ def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
         if not completions:
             return None
         (completion,) = completions
+        CPU_S.append(time.process_time())
         completion_tokens = len(completion.full_tokens) - completion.prompt_len
         return RolloutSample(
             tokens=list(completion.full_tokens),
@@ -97,6 +103,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
     return {
         "samples_per_s": PROMPTS * GROUP / step_s,
         "step_s": step_s,
+        "cpu_s": (CPU_S[-1] - CPU_S[WARM_UP * PROMPTS * GROUP - 1]) / (asked.steps - WARM_UP),
         "wait_s": statistics.fmean(record["perf/train_wait_time"] for record in records),
         "train_s": statistics.fmean(record["perf/train_time"] for record in records),
         "overlap": statistics.fmean(record["perf/overlap_ratio"] for record in records),
@@ -130,22 +137,26 @@ def run(asked: argparse.Namespace, mode: str, threads: int | None) -> dict[str, 
 def table(found: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> str:
     """Medians over the rounds, and the median of the rounds' ratios."""
     lines = [
-        "| threads | run | samples/s | against synchronous | step s | waiting s | training s "
-        "| both busy |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| threads | run | samples/s | against synchronous | limit | step s | CPU s | waiting s "
+        "| training s | both busy |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for threads, modes in found.items():
         for mode, results in modes.items():
             pairs = zip(results, modes["synchronous"], strict=True)
             ratio = statistics.median(a["samples_per_s"] / b["samples_per_s"] for a, b in pairs)
+            cores = len(os.sched_getaffinity(0))
+            limit = statistics.median(
+                cores * b["step_s"] / b["cpu_s"] for b in modes["synchronous"]
+            )
 
             def median(key: str, results: list[dict[str, float]] = results) -> float:
                 return statistics.median(result[key] for result in results)
 
             lines.append(
                 f"| {threads} | {mode} | {median('samples_per_s'):.1f} | {ratio:.2f} "
-                f"| {median('step_s'):.3f} | {median('wait_s'):.3f} | {median('train_s'):.3f} "
-                f"| {median('overlap'):.2f} |"
+                f"| {limit:.2f} | {median('step_s'):.3f} | {median('cpu_s'):.3f} "
+                f"| {median('wait_s'):.3f} | {median('train_s'):.3f} | {median('overlap'):.2f} |"
             )
     return "\n".join(lines)
 
