@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hearth.threads import Member, ThreadBudget, refresh
+from hearth.threads import Member, ThreadBudget, refresh, use_one_if_small
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +124,13 @@ def test_a_full_board_takes_no_part(caplog: pytest.LogCaptureFixture) -> None:
 
     assert "does not share the budget" in caplog.text
     assert one_more.note("sampling") == 2
+
+
+@pytest.mark.parametrize(("values", "threads"), [(1000, 1), (10**9, 2)])
+def test_small_operations_have_one_thread(values: int, threads: int) -> None:
+    torch.set_num_threads(2)
+
+    with use_one_if_small(values):
+        assert torch.get_num_threads() == threads
+
+    assert torch.get_num_threads() == 2
