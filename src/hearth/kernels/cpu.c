@@ -279,7 +279,7 @@ static inline __attribute__((always_inline)) void multiply_few(
 /* Dot products of `rows` queries with all keys, into weights [rows][longest]. */
 static inline __attribute__((always_inline)) void score_keys(
     const float *queries, const float *keys, int64_t count, int64_t longest, float *weights,
-    const int64_t dim, const int rows, const int columns) {
+    int64_t dim, const int rows, const int columns) {
     float packed[rows * dim];
     for (int64_t i = 0; i < dim; i += LANES)
         for (int r = 0; r < rows; r++)
@@ -291,11 +291,10 @@ static inline __attribute__((always_inline)) void score_keys(
         multiply_few(packed, dim, keys + k * dim, longest, weights + k, rows, 1);
 }
 
-/* One kv head of one row, with the queries that look at it. `dim` is a constant where it is
-   inlined, so that the loops over it unroll. */
-static inline __attribute__((always_inline)) void attend(
-    const float *queries, const float *keys, const float *values, float *weights, int64_t group,
-    int64_t count, int64_t longest, float scale, float *out, const int64_t dim) {
+/* One kv head of one row, with the queries that look at it. */
+static void attend(const float *queries, const float *keys, const float *values, float *weights,
+                   int64_t group, int64_t count, int64_t longest, float scale, int64_t dim,
+                   float *out) {
     const int is_whole = dim % LANES == 0;
     for (int64_t first = 0; first < group;) {
         const float *own = queries + first * dim;
@@ -379,15 +378,7 @@ static void attend_token(const float *qkv, int64_t row, int64_t at, const LayerA
                         dim, queries + query_head * dim);
         }
         float *to = out + head * group * dim;
-        #define ATTEND(size) \
-            attend(queries, key, value, scratch, group, at + 1, longest, scale, to, size)
-        switch (dim) {
-            case 32: ATTEND(32); break;
-            case 64: ATTEND(64); break;
-            case 128: ATTEND(128); break;
-            default: ATTEND(dim);
-        }
-        #undef ATTEND
+        attend(queries, key, value, scratch, group, at + 1, longest, scale, dim, to);
     }
 }
 
