@@ -1,10 +1,22 @@
 """What all tests share."""
 
+import gc
 import logging
+import os
 import socket
 
 import hypothesis
 import pytest
+
+from hearth.collector import COLLECT_EVERY
+
+# Set before torch is imported, as by the command `hearth`: threads that spin while they wait make
+# each pass several times slower where several tests compute at once.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# Libraries are imported from here on, and each test makes and drops thousands of objects.
+gc.set_threshold(COLLECT_EVERY)
 
 # A busy machine takes longer for an example than the 200 ms that are usual.
 hypothesis.settings.register_profile("unhurried", deadline=None)
@@ -27,7 +39,10 @@ def pytest_collection_finish():
 
     Pytest attaches its handlers to each logger that does not, for every phase of every test: with
     torch's 57 of them that costs as much as a third of the unit tests.
+
+    And let the garbage collector pass over what was imported, at which it would look in each test.
     """
+    gc.freeze()
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
