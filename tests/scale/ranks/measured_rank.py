@@ -122,11 +122,15 @@ def main() -> None:
     if int(rank) == 0:
         lora = asked["lora_rank"]
         model_id = engine.create_model(None if lora is None else LoraOptions(rank=lora))
-        data = make_data(asked["tokens"], asked["sequences"], asked["vocabulary"])
+        full, short = (
+            make_data(tokens, asked["sequences"], asked["vocabulary"])
+            for tokens in (asked["tokens"], asked["tokens"] // 16)
+        )
         for step in range(2):
-            # The second request adds to a gradient, and the second step has moments beside it.
-            for _ in range(2):
-                engine.forward_backward(model_id, data)
+            # The second request adds to a gradient, and the second step has moments beside it:
+            # there memory is fullest.
+            engine.forward_backward(model_id, short)
+            engine.forward_backward(model_id, full if step else short)
             engine.optim_step(model_id, AdamParams(learning_rate=asked["learning_rate"]))
             engine.save_for_sampler(model_id, f"step-{step}", "delta" if step else "base")
         engine.close()

@@ -85,7 +85,7 @@ class Measured:
 
 
 def measure(folder: Path, name: str, setting: TrainerSetting, memory: int) -> Measured:
-    """Train two steps of two requests each, of two micro-batches on every rank."""
+    """Train two steps of two requests each, the last of two full micro-batches on every rank."""
     config = MODELS[name]()
     dtype: torch.dtype = getattr(torch, setting.dtype)
     make_decoder(config).to(dtype).save_pretrained(folder / "model")
@@ -158,6 +158,10 @@ def test_ranks_hold_what_is_planned_within_a_tenth(
     tmp_path: Path, name: str, setting: TrainerSetting
 ) -> None:
     setting = replace(setting, micro_batch_tokens=TOKENS)
+    if setting.dtype == "bfloat16" and not torch.cpu._is_avx512_bf16_supported():
+        if setting.lora_rank is not None:
+            pytest.skip("this processor has no instructions for bfloat16, and takes ten minutes")
+        setting = replace(setting, dtype="float32")
 
     found = measure(tmp_path, name, setting, WHOLE if setting.sums_whole else PARTS)
 
