@@ -25,8 +25,6 @@ from hearth.threads import refresh
 
 _PARTS = 16
 """Partial sums of a norm's weight gradient (``PARTS`` in cpu.c)."""
-_WIDENED = 2**22
-"""Values of a bfloat16 weight that are float32 at one time: 16 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +77,6 @@ class Linear:
     """A linear layer [O, H], and an adapter's update of rank K: ``scale * x @ down.T @ up.T``."""
 
     weight: Tensor
-    """float32, or bfloat16 that is computed with in float32."""
     bias: Tensor | None = None
     """[O]."""
     down: Tensor | None = None
@@ -113,7 +110,7 @@ def score_frozen(states: Tensor, head: Tensor, targets: Tensor, temperature: flo
     """Logprobs [R] as ``score`` has them, of states [R, H] under a frozen ``head`` [V, H].
 
     The gradient of a row's logprob in its state is computed with it and kept, [R, H] instead of
-    logits [R, V]: the backward pass scales it. The head may be bfloat16.
+    logits [R, V]: the backward pass scales it.
     """
     return _ScoreFrozen.apply(states, head, targets, 1.0 / temperature)  # pyright: ignore[reportReturnType]
 
@@ -256,7 +253,7 @@ class _Linears(Function):
         outputs: list[Tensor] = []
         inners: list[Tensor | None] = []
         for scale, (weight, bias, down, up) in zip(scales, _by_layer(flat), strict=True):
-            output, inner = _multiply(x, weight), None
+            output, inner = x @ weight.t(), None
             if bias is not None:
                 output.add_(bias)
             if down is not None:
@@ -280,7 +277,7 @@ class _Linears(Function):
         for (grad, scale, inner, layer), wants in zip(layers, _by_layer(wanted), strict=True):
             weight, _, down, up = layer
             if wants_x:
-                x_grad = _multiply_back(grad, weight, x_grad)
+                x_grad = grad @ weight if x_grad is None else x_grad.addmm_(grad, weight)
             flat += [grad.t() @ x if wants[0] else None, grad.sum(0) if wants[1] else None]
             if inner is None:
                 flat += [None, None]
@@ -293,30 +290,6 @@ class _Linears(Function):
                 grad.t() @ inner if wants[3] else None,
             ]
         return x_grad, None, *flat
-
-
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x [R, H] @ weight [O, H], transposed."""
-    output = x.new_empty(x.shape[0], weight.shape[0])
-    for block in _split_rows(weight):
-        torch.mm(x, weight[block].float().t(), out=output[:, block])
-    return output
-
-
-def _multiply_back(grad: Tensor, weight: Tensor, others: Tensor | None = None) -> Tensor:
-    """grad [R, O] @ weight [O, H], added to ``others`` in place."""
-    for block in _split_rows(weight):
-        rows, values = grad[:, block], weight[block].float()
-        others = rows @ values if others is None else others.addmm_(rows, values)
-    assert others is not None, "a weight has rows"
-    return others
-
-
-def _split_rows(weight: Tensor) -> list[slice]:
-    """All rows of a float32 weight; of a bfloat16 one, parts that become float32 one by one."""
-    rows, columns = weight.shape
-    step = rows if weight.dtype == torch.float32 else max(1, _WIDENED // columns)
-    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def _by_layer(flat: Sequence[Any]) -> list[Sequence[Any]]:
@@ -343,11 +316,11 @@ class _Score(Function):
 class _ScoreFrozen(Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Tensor, targets: Tensor, factor: float) -> Tensor:
-        logits = _multiply(states, head)
+        logits = states @ head.t()
         logprobs, *kept = _score(logits, targets, factor)
         if ctx.needs_input_grad[0]:
             _become_gradient(logits, targets, factor, kept, torch.ones_like(logprobs))
-            ctx.save_for_backward(_multiply_back(logits, head))
+            ctx.save_for_backward(logits @ head)
         return logprobs
 
     @staticmethod

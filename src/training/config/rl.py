@@ -121,8 +121,8 @@ class RLConfig(RecipeConfig):
     weight_sync_timeout: float = DefaultFloat(600.0)
     """Seconds until a snapshot must be served."""
     first_checkpoint_type: CheckpointType = "base"
-    """Kind of the first snapshot. "direct" and "merged_base" are of all: without files; and the
-    model with the adapter merged in, for vLLM, which serves no adapter of experts."""
+    """Kind of the first snapshot. "direct" sends every snapshot without files. "merged_base" sends
+    the whole model with the adapter merged in, every time: vLLM serves no adapter of experts."""
 
     eval_samples_per_prompt: int = 1
     """Completions per held-out row."""
