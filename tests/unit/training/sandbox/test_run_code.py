@@ -17,7 +17,7 @@ from training.sandbox import Limits, SandboxError, find_isolation, run_code
 from training.sandbox.system_calls import build_filter
 
 SOURCES = Path(__file__).resolve().parents[4] / "src"
-SMALL = Limits(cpu_s=2, wall_s=4.0, memory_mb=128, processes=8, disk_mb=4, output_kb=64)
+SMALL = Limits(cpu_s=20, wall_s=60.0, memory_mb=128, processes=8, disk_mb=4, output_kb=64)
 
 
 def find_reason(isolation):
@@ -249,10 +249,11 @@ def test_files_stay_in_memory_and_small(isolation):
                 pass
             return total
         seen = {}
-        for folder, _, _ in os.walk("/"):
-            if folder.count("/") < 4 and not folder.startswith("/usr"):
-                if size := fill(folder):
-                    seen[folder] = size
+        for folder, inner, _ in os.walk("/"):
+            if folder.count("/") == 3 or folder == "/usr":
+                inner.clear()
+            if size := fill(folder):
+                seen[folder] = size
         print(seen)
         """,
         isolation,
@@ -483,7 +484,7 @@ import json, os, sys
 from training.sandbox import Limits, SandboxError, find_isolation, run_code
 
 def run(program, isolation):
-    limits = Limits(cpu_s=1, wall_s=2.0, processes=6)
+    limits = Limits(cpu_s=20, wall_s=60.0, processes=6)
     try:
         result = run_code(program, limits=limits, isolation=isolation)
         return [result.ended, result.stdout]
