@@ -728,7 +728,7 @@ def run_weather(weather: Weather, rollouts: Rollouts) -> tuple[Trainer, bool]:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(weathers())
 def test_nothing_is_lost_or_repeated_the_bound_holds_and_nobody_waits_in_vain(weather):
     rollouts = weather.rollouts()

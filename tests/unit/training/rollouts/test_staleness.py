@@ -561,6 +561,6 @@ class GateMachine(RuleBasedStateMachine):
 
 
 GateMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, derandomize=True
+    max_examples=80, stateful_step_count=60, deadline=None, derandomize=True
 )
 TestGateMachine = pytest.mark.slow(GateMachine.TestCase)
