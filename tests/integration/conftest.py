@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.integration.rollouts import make_rollouts
 from tests.integration.runs import Trial
-from tests.integration.served import Recipes, Served
+from tests.integration.served import Served, share_recipes
 
 from hearth.local import EmbeddedPlatform
 from training.data.rows import load_rows
@@ -128,16 +128,15 @@ def rows() -> list[dict[str, Any]]:
     return load_rows(str(TRAIN_ROWS), 12)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(tmp_path_factory):
+    """`hearth serve` for many tests, none of which leaves a worker behind."""
     platform = Served(tmp_path_factory.mktemp("platform"), trainer_threads=1, deployment_threads=1)
     yield platform
     platform.stop()
     assert platform.processes() == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def recipes():
-    forker = Recipes()
-    yield forker
-    forker.close()
+    return share_recipes()

@@ -1,10 +1,11 @@
-"""Forks recipes for tests, one per line of JSON on stdin; answers each line with one on stdout.
+"""Forks recipes and `hearth` for tests, one per line of JSON on stdin; a line on stdout answers.
 
 A run as a person starts it takes five seconds to import what it needs; a fork of this does not.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -14,9 +15,12 @@ from typing import Any, NoReturn
 import transformers.models.auto.tokenization_auto  # noqa: F401 - what a run imports late
 from tests.integration import rollouts
 
+from hearth.cli import main as hearth
+from hearth.launch.processes import WORKER_MODULES
 from training.recipes import distillation_loop, dpo_loop, rl_loop, sft_loop
 
 COMMANDS = {
+    "hearth": hearth.main,
     "rl_loop": rl_loop.command,
     "async_rl_loop": rollouts.command,
     "sft_loop": sft_loop.command,
@@ -26,6 +30,9 @@ COMMANDS = {
 
 
 def main() -> None:
+    # An embedded platform imports them late.
+    for name in ("hearth.local", *WORKER_MODULES):
+        importlib.import_module(name)
     children: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -51,13 +58,17 @@ def run(request: dict[str, Any]) -> NoReturn:
     """The recipe's command, in the child."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
     os.environ.update(request["env"])
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+    for descriptor, path in ((1, request["out"]), (2, request["err"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+    if request["folder"] is not None:
+        # As `python -m` does.
+        os.chdir(request["folder"])
+        sys.path.insert(0, request["folder"])
     code: Any = 1
     try:
-        code = COMMANDS[request["recipe"]](request["fork"])
+        code = COMMANDS[request["fork"]](request["arguments"])
     except SystemExit as exit:
         code = exit.code
     finally:

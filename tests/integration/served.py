@@ -5,15 +5,19 @@ And recipes in processes of their own, forked from one that has imported everyth
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ _NAMES = {
 
 
 KEY = {"x-api-key": "x"}
+_PLATFORM = ("HEARTH_URL", "HEARTH_API_KEY", "FIREWORKS_BASE_URL", "FIREWORKS_API_KEY")
 
 
 class Served:
@@ -214,10 +219,11 @@ def kill_in(
     phase: tuple[str, str],
     folder: Path,
     victim: Callable[[], int | None] | None = None,
+    steps: int = 2,
     **options: Any,
 ) -> Killer:
-    """A killer that waits for two steps of the run in ``folder``."""
-    options = {"is_time": lambda: count_steps(folder) >= 2} | options
+    """A killer that waits for so many steps of the run in ``folder``."""
+    options = {"is_time": lambda: count_steps(folder) >= steps} | options
     return Killer(victims, *phase, victim, **options)
 
 
@@ -229,15 +235,14 @@ class Recipes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        for name in ("HEARTH_URL", "HEARTH_API_KEY", "FIREWORKS_BASE_URL", "FIREWORKS_API_KEY"):
-            environment.pop(name, None)
+        self._folder = tempfile.TemporaryDirectory(prefix="hearth-recipes-")
+        self._count = itertools.count()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.recipes"],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=_environment({}),
         )
 
     def start(self, url: str | None, folder: Path, *flags: str) -> Recipe:
@@ -255,6 +260,24 @@ class Recipes:
         own = [f"--{name}={value}" for name, value in given.items()]
         return self._start(recipe, None, folder, [*own, *flags])
 
+    def begin(
+        self, program: str, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
+    ) -> Recipe:
+        """The command of a recipe, or `hearth`, as a person gives it in a folder."""
+        name = f"{self._folder.name}/{next(self._count)}"
+        logs = Path(f"{name}.out"), Path(f"{name}.err")
+        return self._fork(program, arguments, variables, logs, folder)
+
+    def run(
+        self, program: str, arguments: Sequence[str], folder: Path, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """The same, once it has ended."""
+        recipe = self.begin(program, arguments, folder, variables)
+        code = recipe.wait(300)
+        return subprocess.CompletedProcess(
+            [program, *arguments], code, recipe.output, recipe.errors
+        )
+
     def status(self, pid: int) -> int | None:
         """How a recipe ended: its exit code, or minus the signal; None while it runs."""
         return self._ask({"status": pid})
@@ -265,6 +288,7 @@ class Recipes:
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
+        self._folder.cleanup()
 
     def _start(
         self, recipe: str, url: str | None, folder: Path, arguments: Sequence[str]
@@ -272,8 +296,25 @@ class Recipes:
         folder.mkdir(exist_ok=True)
         variables = {"FIREWORKS_BASE_URL": url, "FIREWORKS_API_KEY": "x"} if url else {}
         log = folder.with_name(f"{folder.name}.log")
-        request = {"recipe": recipe, "fork": arguments, "env": variables, "log": str(log)}
-        return Recipe(self, int(self._ask(request)), log)
+        return self._fork(recipe, arguments, variables, (log, log))
+
+    def _fork(
+        self,
+        program: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        logs: tuple[Path, Path],
+        folder: Path | None = None,
+    ) -> Recipe:
+        request = {
+            "fork": program,
+            "arguments": arguments,
+            "env": _environment(variables),
+            "out": str(logs[0]),
+            "err": str(logs[1]),
+            "folder": None if folder is None else str(folder),
+        }
+        return Recipe(self, int(self._ask(request)), *logs)
 
     def _ask(self, question: dict[str, Any]) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -292,6 +333,7 @@ class Recipe:
     recipes: Recipes
     pid: int
     log: Path
+    error_log: Path
     _code: int | None = None
 
     def code(self) -> int | None:
@@ -313,7 +355,20 @@ class Recipe:
     @property
     def output(self) -> str:
         """What it has printed; nothing where it was killed before it began."""
-        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+        return _read_log(self.log)
+
+    @property
+    def errors(self) -> str:
+        """What it has printed to stderr, where that has a log of its own."""
+        return _read_log(self.error_log)
+
+
+@functools.cache
+def share_recipes() -> Recipes:
+    """The one of this process, until it ends."""
+    recipes = Recipes()
+    atexit.register(recipes.close)
+    return recipes
 
 
 def command_line(folder: Path, *flags: str) -> list[str]:
@@ -340,6 +395,11 @@ def _shared_flags(folder: Path) -> list[str]:
     return [f"--{name}={value}" for name, value in fields.items()]
 
 
+def name_anew(folder: Path) -> Path:
+    """The folder of a run whose model no other has made: a fixture or a test may run again."""
+    return folder.with_name(f"{folder.name}-{time.monotonic_ns() % 10**6}")
+
+
 @contextlib.contextmanager
 def pointed_at(served: Served) -> Iterator[None]:
     """Inside the ``with`` recipes of this process use the platform."""
@@ -350,6 +410,16 @@ def pointed_at(served: Served) -> Iterator[None]:
     finally:
         for name in variables:
             del os.environ[name]
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of a recipe: that of the tests, with no platform but the one that is among ``variables``."""
+    kept = {name: value for name, value in os.environ.items() if name not in _PLATFORM}
+    return kept | {"OPENBLAS_NUM_THREADS": "1"} | dict(variables)
+
+
+def _read_log(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _read(path: Path) -> dict[str, Any]:

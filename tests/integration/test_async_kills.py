@@ -7,7 +7,7 @@ import pytest
 from tests.integration.conftest import async_config
 from tests.integration.rollouts import make_rollouts
 from tests.integration.runs import FinishedRun, count_steps
-from tests.integration.served import Victims, kill_in, pointed_at
+from tests.integration.served import Victims, kill_in, name_anew, pointed_at
 from tests.waiting import wait_until
 
 from training.recipes import async_rl_loop
@@ -45,7 +45,7 @@ def run_here(served, folder, **changes):
 @pytest.fixture(scope="module")
 def whole(served, tmp_path_factory):
     """An on-policy run that nobody disturbed, on the served platform."""
-    return run_here(served, tmp_path_factory.mktemp("runs") / "async-whole")
+    return run_here(served, name_anew(tmp_path_factory.mktemp("runs") / "async-whole"))
 
 
 def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(whole, tmp_path):
@@ -95,31 +95,37 @@ def test_a_recipe_that_is_killed_before_it_has_published_a_step_takes_it_again(
     assert served.workers() == []
 
 
+@pytest.fixture
+def kill_both(served):
+    """A function that runs in a folder, and kills a trainer and then a deployment in a phase."""
+
+    def run(folder, phase, **changes):
+        victims = Victims(served)
+        with (
+            kill_in(victims, PHASES[phase], folder, lambda: victims.pid("trainer"), 1) as first,
+            kill_in(victims, PHASES[phase], folder, lambda: victims.pid("deployment"), 3) as last,
+        ):
+            done = run_here(served, folder, **changes)
+        assert [len(first.hits), len(last.hits)] == [1, 1]
+        assert victims.pid("trainer") not in first.hits
+        assert victims.pid("deployment") not in last.hits
+        return done
+
+    return run
+
+
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("victim", ["trainer", "deployment"])
-def test_a_worker_that_is_killed_amid_rollouts_comes_back(served, tmp_path, victim, phase):
-    folder = tmp_path / f"async-{victim}-{phase}"
-    victims = Victims(served)
+def test_workers_that_are_killed_amid_rollouts_come_back(kill_both, tmp_path, phase):
+    done = kill_both(tmp_path / f"async-killed-{phase}", phase, max_head_offpolicy_versions=1)
 
-    with kill_in(victims, PHASES[phase], folder, lambda: victims.pid(victim)) as killer:
-        done = run_here(served, folder, max_head_offpolicy_versions=1)
-
-    assert len(killer.hits) == 1
-    assert victims.pid(victim) not in killer.hits
     assert is_complete(done)
     assert all(record["version/sample_staleness_max"] <= 1 for record in done.records)
     assert max(record["async/version_offset_max"] for record in done.records) == 1
 
 
-@pytest.mark.parametrize("victim", ["trainer", "deployment"])
-def test_on_policy_a_killed_worker_changes_nothing(served, whole, tmp_path, victim):
-    folder = tmp_path / f"async-on-policy-{victim}"
-    victims = Victims(served)
+def test_on_policy_killed_workers_change_nothing(kill_both, whole, tmp_path):
+    done = kill_both(tmp_path / "async-on-policy", "sampling")
 
-    with kill_in(victims, PHASES["sampling"], folder, lambda: victims.pid(victim)) as killer:
-        done = run_here(served, folder)
-
-    assert len(killer.hits) == 1
     assert done.has_weights_of(whole)
     assert done.records == whole.records
 

@@ -3,22 +3,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
 import orjson
 import pytest
+from tests.integration.runs import count_steps
+from tests.waiting import wait_until
 
 from training.quickstart import MODEL, TRAIN_ROWS
 from training.recipes.rl_loop import Config
 
 GOOD_ROW = '{"messages": [{"role": "user", "content": "1 + 1?"}], "ground_truth": "2"}\n'
-
-
-def rl_loop(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "training.recipes.rl_loop", *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -33,12 +29,12 @@ def rl_loop(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["loss", "group", "tokenizer", "dataset", "line 17", "model"],
 )
-def test_a_users_mistake_is_one_message_on_stderr(tmp_path, flags, message):
+def test_a_users_mistake_is_one_message_on_stderr(recipes, tmp_path, flags, message):
     (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 16 + "{oops\n")
     (tmp_path / "good.jsonl").write_text(GOOD_ROW)
     usual = ["--deployment.tokenizer-model", str(MODEL), "--dataset", "good.jsonl"]
 
-    done = rl_loop(tmp_path, *usual, *flags)
+    done = recipes.run("rl_loop", [*usual, *flags], tmp_path)
 
     assert done.returncode == 2
     assert message in done.stderr
@@ -47,7 +43,8 @@ def test_a_users_mistake_is_one_message_on_stderr(tmp_path, flags, message):
 
 
 def test_help_lists_every_field_with_its_docstring(tmp_path):
-    done = rl_loop(tmp_path, "--help-all")
+    command = [sys.executable, "-m", "training.recipes.rl_loop", "--help-all"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     text = " ".join(done.stdout.replace("│", " ").split())
     assert done.returncode == 0
@@ -88,7 +85,7 @@ make_rollout_fn = make_rollouts()
     ("name", "own"),
     [("rl", "reward = 'mine:reward'"), ("async", "rollout = 'mine:make_rollout_fn'")],
 )
-def test_a_settings_file_is_a_whole_run_and_its_record_another(tmp_path, name, own):
+def test_a_settings_file_is_a_whole_run_and_its_record_another(recipes, tmp_path, name, own):
     (tmp_path / "mine.py").write_text(REWARDS + ROLLOUTS)
     settings = f"""
         base_model = "{MODEL}"
@@ -103,18 +100,16 @@ def test_a_settings_file_is_a_whole_run_and_its_record_another(tmp_path, name, o
     """
     (tmp_path / "run.toml").write_text("\n".join(map(str.strip, settings.splitlines())))
 
-    def train(*arguments):
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        return subprocess.run(
-            [sys.executable, "-m", "hearth", "train", name, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-
-    first = train("@run.toml", "--seed", "3")
-    again = train("@first/config.json", "--log-path", "again")
+    arguments = ["train", name, "@run.toml", "--seed", "3"]
+    first = subprocess.run(
+        [sys.executable, "-m", "hearth", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    arguments = ["train", name, "@first/config.json", "--log-path", "again"]
+    again = recipes.run("hearth", arguments, tmp_path)
 
     assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
     one, other = (
@@ -141,15 +136,14 @@ def test_a_settings_file_is_a_whole_run_and_its_record_another(tmp_path, name, o
         (["rl", "@missing.toml"], "the settings file must be readable, got 'missing.toml'"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_one_message(tmp_path, arguments, message):
+def test_a_name_that_leads_nowhere_is_one_message(recipes, tmp_path, arguments, message):
     (tmp_path / "good.jsonl").write_text(GOOD_ROW)
     usual = ["--base-model", str(MODEL), "--dataset", "good.jsonl"]
     recipe, *rest = arguments
     files = [argument for argument in rest if argument.startswith("@")]
     rest = [argument for argument in rest if not argument.startswith("@")]
-    command = [sys.executable, "-m", "hearth", "train", recipe, *files, *usual, *rest]
 
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = recipes.run("hearth", ["train", recipe, *files, *usual, *rest], tmp_path)
 
     assert done.returncode == 2
     assert message in done.stderr
@@ -160,32 +154,20 @@ def test_a_name_that_leads_nowhere_is_one_message(tmp_path, arguments, message):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
 )
-def test_a_signal_ends_the_run_cleanly_and_keeps_what_was_trained(tmp_path, number, code):
-    command = [sys.executable, "-m", "training.recipes.rl_loop", "--log-path", "run"]
-    command += ["--base-model", str(MODEL), "--deployment.tokenizer-model", str(MODEL)]
-    command += ["--dataset", str(TRAIN_ROWS), "--max-rows", "512", "--epochs", "50"]
-    command += ["--max-completion-tokens", "16", "--max-seq-len", "128", "--kl-beta", "0"]
-    metrics = tmp_path / "run" / "metrics.jsonl"
+def test_a_signal_ends_the_run_cleanly_and_keeps_what_was_trained(recipes, tmp_path, number, code):
+    arguments = ["--log-path", "run", "--base-model", str(MODEL)]
+    arguments += ["--deployment.tokenizer-model", str(MODEL)]
+    arguments += ["--dataset", str(TRAIN_ROWS), "--max-rows", "512", "--epochs", "50"]
+    arguments += ["--max-completion-tokens", "16", "--max-seq-len", "128", "--kl-beta", "0"]
+    recipe = recipes.begin("rl_loop", arguments, tmp_path, {})
+    wait_until(lambda: recipe.code() is not None or count_steps(tmp_path / "run") >= 2, 90)
+    assert recipe.code() is None, recipe.errors
 
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Whoever runs the tests in the background has Ctrl-C ignored, and so have the children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        deadline = time.monotonic() + 90
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "no step within 90 s"
-            time.sleep(0.05)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
+    recipe.send(number)
 
-    assert process.returncode == code
-    assert "Traceback" not in stderr
+    assert recipe.wait() == code
+    assert "Traceback" not in recipe.errors
     told = "interrupted: finished steps and metrics are in run"
-    assert (told in stderr) == (number == signal.SIGINT)
+    assert (told in recipe.errors) == (number == signal.SIGINT)
+    metrics = tmp_path / "run" / "metrics.jsonl"
     assert all(orjson.loads(line)["step"] for line in metrics.read_bytes().splitlines())

@@ -1,5 +1,6 @@
 """SIGKILL to each part of a run, in each phase: the weights come out the same to the bit."""
 
+import contextlib
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import pytest
 from tests.chaos.proxy import KINDS, FlakyProxy
 from tests.integration.conftest import config
 from tests.integration.runs import FinishedRun, count_steps
-from tests.integration.served import HEARTH, Killer, Served, Victims, kill_in, pointed_at
+from tests.integration.served import HEARTH, Killer, Served, Victims, kill_in, name_anew, pointed_at
 from tests.waiting import wait_until
 
 from training.recipes.rl_loop import main
@@ -39,9 +40,9 @@ def run_here(served, folder, **changes):
     return find_run(served, folder)
 
 
-def check_unchanged(killer, done, whole):
-    """Somebody was killed once, and the run is the one that nobody disturbed."""
-    assert len(killer.hits) == 1
+def check_unchanged(killers, done, whole):
+    """Somebody was killed by each, and the run is the one that nobody disturbed."""
+    assert [len(killer.hits) for killer in killers] == [1] * len(killers)
     assert done.has_weights_of(whole)
     assert done.records == whole.records
     assert done.samples == whole.samples
@@ -57,36 +58,37 @@ def take_up(recipes, served, folder):
 @pytest.fixture(scope="module")
 def whole(served, tmp_path_factory):
     """A run that nobody disturbed, on the served platform, in this process."""
-    return run_here(served, tmp_path_factory.mktemp("runs") / "whole")
+    return run_here(served, name_anew(tmp_path_factory.mktemp("runs") / "whole"))
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("victim", ["trainer", "deployment"])
-def test_a_worker_that_is_killed_comes_back_and_the_run_ends_as_if_nothing_was(
-    served, whole, tmp_path, victim, phase
+def test_workers_that_are_killed_come_back_and_the_run_ends_as_if_nothing_was(
+    served, whole, tmp_path, phase
 ):
-    # A test that is run again makes a model of another name.
-    folder = tmp_path / f"{victim}-{phase}-{time.monotonic_ns() % 10**6}"
-    victims = Victims(served)
+    folder, victims = name_anew(tmp_path / phase), Victims(served)
 
-    with kill_in(victims, PHASES[phase], folder, lambda: victims.pid(victim)) as killer:
+    with (
+        kill_in(victims, PHASES[phase], folder, lambda: victims.pid("trainer")) as first,
+        kill_in(victims, PHASES[phase], folder, lambda: victims.pid("deployment"), steps=5) as last,
+    ):
         done = run_here(served, folder)
 
-    check_unchanged(killer, done, whole)
-    assert victims.pid(victim) not in killer.hits
+    check_unchanged([first, last], done, whole)
+    assert victims.pid("trainer") not in first.hits
+    assert victims.pid("deployment") not in last.hits
     assert done.last.cursor == whole.last.cursor == 16
 
 
-@pytest.mark.parametrize(
-    ("victim", "phase"), [("trainer", "forward-backward"), ("deployment", "sampling")]
-)
-def test_a_worker_that_hangs_is_treated_as_one_that_died(served, whole, tmp_path, victim, phase):
-    folder = tmp_path / victim
+def test_workers_that_hang_are_treated_as_ones_that_died(served, whole, tmp_path):
+    folder, victims = name_anew(tmp_path / "hung"), Victims(served)
 
-    with kill_in(Victims(served), PHASES[phase], folder, hangs=True) as killer:
+    with (
+        kill_in(victims, PHASES["forward-backward"], folder, hangs=True) as first,
+        kill_in(victims, PHASES["sampling"], folder, steps=5, hangs=True) as last,
+    ):
         done = run_here(served, folder)
 
-    check_unchanged(killer, done, whole)
+    check_unchanged([first, last], done, whole)
 
 
 def test_a_recipe_goes_on_although_its_trainer_hangs_or_dies_when_it_comes_back(
@@ -125,25 +127,30 @@ def test_a_network_that_loses_cuts_and_doubles_changes_nothing(served, whole, re
     assert set(proxy.counts) == set(KINDS), proxy.counts
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
-    served, whole, recipes, tmp_path, phase
+def test_a_recipe_that_is_killed_in_each_phase_goes_on_when_the_same_command_is_given_again(
+    served, whole, recipes, tmp_path
 ):
-    folder = tmp_path / f"recipe-{phase}"
-    victims = Victims(served)
+    folder, victims = name_anew(tmp_path / "recipe"), Victims(served)
+    points = []
 
-    first = recipes.start(served.url, folder, SAVING)
-    with kill_in(victims, PHASES[phase], folder, lambda: first.pid) as killer:
-        assert first.wait() == -signal.SIGKILL
-    assert killer.hits == [first.pid]
-    point = read_manifest(folder)[-1]
+    # To go on loads weights, too: that phase comes first.
+    for number, phase in enumerate(reversed(PHASES)):
+        recipe = recipes.start(served.url, folder, SAVING)
+        steps = 2 + (number + 1) // 2
+        killer = kill_in(victims, PHASES[phase], folder, lambda pid=recipe.pid: pid, steps)
+        with killer:
+            assert recipe.wait() == -signal.SIGKILL, recipe.output
+        assert killer.hits == [recipe.pid]
+        points.append(read_manifest(folder)[-1])
     output = take_up(recipes, served, folder)
 
     done = find_run(served, folder)
-    assert (
-        f"resuming from {point.name} of trainer job {point.job}: step {point.step}, "
-        f"{point.cursor} of 16 rows done"
-    ) in output
+    for point in points:
+        assert (
+            f"resuming from {point.name} of trainer job {point.job}: step {point.step}, "
+            f"{point.cursor} of 16 rows done"
+        ) in output
+    assert len({point.name for point in points}) > 1
     assert done.has_weights_of(whole)
     assert _but_for_versions(done.records) == _but_for_versions(whole.records)
     assert done.samples == whole.samples
@@ -153,22 +160,26 @@ def test_a_recipe_that_is_killed_goes_on_when_the_same_command_is_given_again(
     assert served.workers() == []
 
 
-@pytest.mark.parametrize("phase", ["sampling", "forward-backward", "hot-load"])
-def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, tmp_path, phase):
-    folder = tmp_path / f"platform-{phase}"
-    victims = Victims(served)
+def test_a_platform_that_is_killed_and_started_again_is_bridged(served, whole, tmp_path):
+    folder, victims = name_anew(tmp_path / "platform"), Victims(served)
     workers = []
 
     def come_back():
-        workers.extend([victims.pid("trainer"), victims.pid("deployment")])
+        workers.append((victims.pid("trainer"), victims.pid("deployment")))
         served.come_back()
 
-    with kill_in(victims, PHASES[phase], folder, lambda: served.pid, then=come_back) as killer:
+    with contextlib.ExitStack() as stack:
+        killers = [
+            stack.enter_context(
+                kill_in(victims, PHASES[phase], folder, lambda: served.pid, steps, then=come_back)
+            )
+            for steps, phase in ((2, "sampling"), (4, "forward-backward"), (6, "hot-load"))
+        ]
         done = run_here(served, folder)
 
-    check_unchanged(killer, done, whole)
+    check_unchanged(killers, done, whole)
     # They ran on meanwhile, and were found again.
-    assert [victims.pid("trainer"), victims.pid("deployment")] == workers
+    assert set(workers) == {(victims.pid("trainer"), victims.pid("deployment"))}
 
 
 def test_a_platform_that_is_killed_while_it_makes_the_model_makes_it_when_it_is_back(
@@ -215,7 +226,7 @@ def test_a_frozen_reference_that_is_killed_while_it_scores_comes_back(
     with killer:
         done = run_here(served, folder, **settings)
 
-    check_unchanged(killer, done, undisturbed)
+    check_unchanged([killer], done, undisturbed)
 
 
 def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_back(
@@ -235,7 +246,7 @@ def test_a_trainer_that_died_together_with_its_platform_is_reported_and_comes_ba
     with killer:
         done = run_here(served, folder)
 
-    check_unchanged(killer, done, whole)
+    check_unchanged([killer], done, whole)
     assert jobs[0]["state"] == "JOB_STATE_FAILED"
     assert jobs[0]["statusMessage"][:16] == "ended by SIGKILL"
 

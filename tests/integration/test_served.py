@@ -29,10 +29,12 @@ def is_same_model(first, other):
     return same_weights(*(load_file(folder / "model.safetensors") for folder in (first, other)))
 
 
-def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(served, tmp_path):
+def test_a_served_run_has_the_metrics_and_the_weights_of_the_embedded_one(
+    served, recipes, tmp_path
+):
     embedded, remote = tmp_path / "embedded", tmp_path / "served"
 
-    in_a_terminal("", embedded)
+    assert recipes.start(None, embedded).wait(120) == 0
     said = in_a_terminal(served.url, remote)
 
     assert f"the platform is at {served.url}" in said
