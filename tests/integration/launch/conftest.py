@@ -18,6 +18,9 @@ from hearth.launch.processes import ProcessLauncher
 from hearth.launch.records import read_json
 from hearth.launch.spec import DeploymentSpec, ExitReport, Launcher, TrainerSpec, Worker, WorkerSpec
 
+CLIENT_KEY = "a-clients-key"
+"""What the environment of the launcher of many tests has."""
+
 
 class RecordingWatcher:
     """A watcher that keeps what it is told."""
@@ -122,8 +125,10 @@ def make_launcher(data_dir: Path) -> Iterator[Callable[..., ProcessLauncher]]:
 @pytest.fixture(scope="module")
 def shared_launcher(data_dir: Path) -> Iterator[ProcessLauncher]:
     launcher = ProcessLauncher(data_dir)
-    yield launcher
-    launcher.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEARTH_API_KEYS", CLIENT_KEY)
+        yield launcher
+        launcher.close()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tests.integration.launch.conftest import RecordingWatcher, start_worker
+from tests.integration.launch.conftest import CLIENT_KEY, RecordingWatcher, start_worker
 from tests.waiting import is_running, wait_until
 from transformers import AutoModelForCausalLM
 
@@ -331,19 +331,26 @@ def test_a_later_launcher_adopts_what_still_runs(start, make_launcher):
     wait_until(lambda: not is_running(forkserver), LIMIT_S)
 
 
-def test_what_ended_while_nobody_watched_is_reported_from_its_folder(start, make_launcher):
+def test_a_later_launcher_reports_who_ended_and_ends_whom_nobody_adopted_on_its_next_start(
+    start, make_launcher
+):
     first = make_launcher()
-    worker, _ = start(by=first)
+    ended, _ = start(1, by=first)
+    stray, _ = start(2, by=first)
     first.release()
-    os.kill(worker.pid, signal.SIGKILL)
-    folder = WorkerFolder(first.log_path(worker.spec.worker_id).parent)
+    os.kill(ended.pid, signal.SIGKILL)
+    folder = WorkerFolder(first.log_path(ended.spec.worker_id).parent)
     wait_until(folder.exit.exists, LIMIT_S)
+    second = make_launcher()
 
-    report = make_launcher().adopt(worker.record(), RecordingWatcher())
+    report = second.adopt(ended.record(), RecordingWatcher())
+    worker, _ = start(2, by=second)
 
     assert isinstance(report, ExitReport)
     assert (report.signal, report.phase) == ("SIGKILL", "idle")
     assert report.peak_rss_mb > 50
+    assert not is_running(stray.pid)
+    assert is_running(worker.pid)
 
 
 def test_a_record_of_nothing_is_honestly_gone(launcher, trainer_spec):
@@ -354,24 +361,14 @@ def test_a_record_of_nothing_is_honestly_gone(launcher, trainer_spec):
     assert report == ExitReport(reason="was gone when the control plane came back")
 
 
-def test_a_process_that_nobody_adopted_is_ended_when_its_id_starts_again(start, make_launcher):
-    first = make_launcher()
-    stray, _ = start(by=first)
-    first.release()
-
-    worker, _ = start(by=make_launcher())
-
-    assert not is_running(stray.pid)
-    assert is_running(worker.pid)
-
-
-def test_the_keys_of_clients_reach_no_worker(start, make_launcher, monkeypatch):
-    monkeypatch.setenv("HEARTH_API_KEYS", "a-key")
-    launcher = make_launcher(die_with_parent=True)
-    worker, _ = start(1, by=launcher)
+def test_the_keys_of_clients_reach_no_worker(start, launcher):
+    assert os.environ["HEARTH_API_KEYS"] == CLIENT_KEY
+    worker, _ = start()
 
     for pid in (launcher.forkserver_pid, worker.pid):
-        assert b"a-key" not in Path(f"/proc/{pid}/environ").read_bytes()
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"PATH=" in environment
+        assert CLIENT_KEY.encode() not in environment
 
 
 def test_workers_outlive_their_forkserver_and_their_ends_are_noticed(start, launcher):
@@ -425,9 +422,13 @@ def test_a_forkserver_that_was_stopped_is_continued_for_a_start_and_for_the_end(
     assert not is_running(forkserver, worker.pid)
 
 
-def test_a_worker_whose_launcher_is_gone_ends_itself(start, make_launcher):
+def test_an_idle_worker_lives_as_long_as_its_launcher_and_ends_itself_once_that_is_gone(
+    start, make_launcher
+):
     launcher = make_launcher(orphan_timeout_s=0.5)
-    worker, _ = start(by=launcher)
+    worker, watcher = start(by=launcher)
+    assert not watcher.has_failed.wait(2.0)
+    assert is_running(worker.pid)
 
     launcher.release()
 
@@ -435,14 +436,6 @@ def test_a_worker_whose_launcher_is_gone_ends_itself(start, make_launcher):
     log = launcher.log_path(worker.spec.worker_id)
     assert log is not None
     assert "no request for 0 s" in log.read_text(encoding="utf-8")
-
-
-def test_an_idle_worker_lives_as_long_as_its_launcher(start, make_launcher):
-    launcher = make_launcher(orphan_timeout_s=0.5)
-    worker, watcher = start(by=launcher)
-
-    assert not watcher.has_failed.wait(2.0)
-    assert is_running(worker.pid)
 
 
 def test_close_ends_workers_and_forkserver_and_leaves_no_socket(tmp_path, trainer_spec):
