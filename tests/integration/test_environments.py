@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -366,10 +365,9 @@ class Guesses(Environment):
 
 @pytest.mark.parametrize("recipe", ["rl_loop", "async_rl_loop"])
 def test_a_run_that_is_killed_goes_on_from_the_shell_and_ends_with_the_same_bits(
-    recipe, tmp_path, monkeypatch
+    recipe, recipes, tmp_path
 ):
     (tmp_path / "my_tasks.py").write_text(GUESSES)
-    monkeypatch.chdir(tmp_path)
     environment = ["--environment=my_tasks:Guesses"]
     if recipe == "rl_loop":
         pytest.importorskip("reasoning_gym")
@@ -392,26 +390,20 @@ def test_a_run_that_is_killed_goes_on_from_the_shell_and_ends_with_the_same_bits
         "--dcp-save-interval=1",
         "--output-model-id=out",
     ]
-    program = [sys.executable, "-m", f"training.recipes.{recipe}", *flags]
+    command = ["train", "rl" if recipe == "rl_loop" else "async", *flags]
 
     def start(name):
-        return subprocess.Popen(
-            [*program, f"--log-path={tmp_path / name}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return recipes.begin("hearth", [*command, f"--log-path={name}"], tmp_path, {})
 
     whole = start("whole")
-    said, _ = whole.communicate(timeout=120)
-    assert whole.returncode == 0, said
+    assert whole.wait(120) == 0, whole.errors
     killed = start("killed")
     wait_until(lambda: count_steps(tmp_path / "killed") >= 3, 60, "a step")
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=60)
+    killed.send(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
     again = start("killed")
-    said, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, said
+    assert again.wait(120) == 0, again.errors
+    said = again.output + again.errors
 
     first, second = (Trial(tmp_path / name, None) for name in ("whole", "killed"))
     assert "goes on" in said or "resum" in said

@@ -12,7 +12,7 @@ URL = "s3://weights/run"
 
 
 def test_a_recipe_trains_the_same_through_a_bucket(trial, monkeypatch):
-    through_a_folder = trial(reward_fn=spread, max_rows=6, placement="process")
+    through_a_folder = trial(reward_fn=spread, max_rows=6)
     with serve_objects() as variables:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
