@@ -1,7 +1,8 @@
 """Whether the simulation of many GPUs foretells runs that this machine can make.
 
-``async_rl_loop`` runs with one process (``inline``), two (a trainer and a deployment) and four (two
-ranks and two replicas of vLLM), on the processors that are there. Synchronous runs of each
+``async_rl_loop`` runs with one process (``inline``), two (a trainer and a deployment), three (two
+ranks and a deployment) and four (two ranks and two replicas of vLLM), on the processors that are
+there. Synchronous runs of each
 placement give what ``scale_simulation.py`` needs to know of it: a decoding step with few and with
 many rows, a pass over few and over many tokens, the parts of a weight sync. From those alone the
 simulation foretells the samples a second of overlapping runs, whose completions have log-normal
@@ -57,6 +58,7 @@ WARM_UP = 2
 SHAPES: dict[int, dict[str, Any]] = {
     1: {"placement": "inline"},
     2: {"placement": "process"},
+    3: {"placement": "process", "trainer.ranks": 2},
     4: {
         "placement": "process",
         "trainer.ranks": 2,

@@ -1,4 +1,4 @@
-"""Packed tokens through a plain decoder's own module, with variable-length attention on a GPU."""
+"""Packed tokens through a plain decoder's own module, with attention within segments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hearth.models.recompute import recomputing
 from hearth.trainer.segments import (
     LARGEST_DIM,
     Kernel,
+    attend_in_turn,
     check_kernel,
     find_segments,
     find_torch_kernel,
@@ -45,7 +46,8 @@ class PackedModule:
     def from_model(cls, loaded: LoadedModel, kernel: Kernel | None = None) -> PackedModule | None:
         """The packed form of a plain decoder; None for other models, or where the kernel is wrong.
 
-        ``kernel`` computes the attention; None takes torch's, for bfloat16 on a GPU.
+        ``kernel`` computes the attention; None takes torch's: on a CPU segment by segment, on a GPU
+        of all segments in one call, which is for bfloat16.
         """
         decoder = read_decoder(loaded)
         # A policy and the frozen model beside it may be one module, which has our attention then.
@@ -96,6 +98,8 @@ class PackedModule:
 
 
 def _choose_kernel(loaded: LoadedModel, decoder: Decoder) -> Kernel | None:
+    if torch.device(loaded.device).type == "cpu":
+        return attend_in_turn
     is_on_gpu = torch.device(loaded.device).type == "cuda"
     fits = decoder.dim <= LARGEST_DIM and decoder.dim % 8 == 0
     return find_torch_kernel() if is_on_gpu and loaded.dtype == torch.bfloat16 and fits else None

@@ -1,4 +1,4 @@
-"""Packed tokens as segments, which torch's variable-length attention takes without any mask.
+"""Packed tokens as segments, which attention takes without a mask of all tokens.
 
 A segment is consecutive tokens. Each sees the tokens of the segment up to itself, and all tokens of
 the segment's prefix: a segment is a prefix, a sequence behind its prefix, or a text alone. The keys
@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -115,6 +116,26 @@ def find_torch_kernel() -> Kernel | None:
     return run
 
 
+def attend_in_turn(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    """torch's attention of one segment after the other, for CPUs, where a call costs little."""
+    queries, keys = segments.query_starts.tolist(), segments.key_starts.tolist()
+    mixed: list[Tensor] = []
+    for own, seen in zip(pairwise(queries), pairwise(keys), strict=True):
+        count, total = own[1] - own[0], seen[1] - seen[0]
+        is_alone = count == total
+        parts = (q[slice(*own)], k[slice(*seen)], v[slice(*seen)])
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(states.transpose(0, 1)[None] for states in parts),
+            attn_mask=None if is_alone else q.new_ones(count, total).bool().tril(total - count),
+            is_causal=is_alone,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        mixed.append(output[0].transpose(0, 1))
+    return torch.cat(mixed)
+
+
+@torch.enable_grad()
 def check_kernel(
     kernel: Kernel, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -12,12 +12,12 @@ import torch
 import transformers
 from tests.unit.planning.families import PUBLISHED, tiny
 from tests.unit.trainer.conftest import make_datum
+from tests.unit.trainer.decoders import PaddedScorer
 
 from hearth.inference.engine.cache import CacheShape
 from hearth.losses import builtin_objective
 from hearth.models.loading import LoadedModel, load_model
 from hearth.models.lora import LoraOptions, attach_lora
-from hearth.models.packed import PackedDecoder
 from hearth.models.sizes import read_architecture
 from hearth.planning.architecture import Architecture
 from hearth.planning.memory import (
@@ -121,9 +121,8 @@ def make_lora(rank: int, targets: tuple[str, ...]) -> LoraOptions:
     return LoraOptions(rank=rank, **parts)
 
 
-def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
+def kept_bytes(scorer: TargetScorer, loaded: LoadedModel) -> int:
     """Bytes that a forward pass keeps for its backward pass, the weights left out."""
-    scorer = TargetScorer(loaded, TrainerOptions(**options))
     examples = read_datums([datum()], builtin_objective("cross_entropy"), LIMITS)
     (batch,) = scorer.batches(examples, 4096, LIMITS)
     weights = {parameter.untyped_storage().data_ptr() for parameter in loaded.module.parameters()}
@@ -156,17 +155,8 @@ def kept_bytes(loaded: LoadedModel, **options: Any) -> int:
 @pytest.mark.parametrize("recompute_above", [None, 1])
 @pytest.mark.parametrize("rank", [None, 4])
 def test_activations_are_those_that_autograd_keeps_within_a_tenth(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    dtype: Any,
-    way: str,
-    recompute_above: int | None,
-    rank: int | None,
+    tmp_path: Path, kind: str, dtype: Any, way: str, recompute_above: int | None, rank: int | None
 ) -> None:
-    if way == "module":
-        # HEARTH_KERNELS=0 turns the loops in C off for a whole process; here both ways run in one.
-        monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
     model = saved(tmp_path, kind)
     loaded = load_model(tmp_path, dtype=dtype)
     if rank is not None:
@@ -179,7 +169,9 @@ def test_activations_are_those_that_autograd_keeps_within_a_tenth(
         is_fused=way == "loops in C",
     )
 
-    kept = kept_bytes(loaded, recompute_above=recompute_above)
+    make_scorer = PaddedScorer if way == "module" else TargetScorer
+    scorer = make_scorer(loaded, TrainerOptions(recompute_above=recompute_above))
+    kept = kept_bytes(scorer, loaded)
 
     planned = TOKENS * activation_bytes_per_token(model, setting)
     assert 0.9 < planned / kept < 1.1
@@ -187,16 +179,15 @@ def test_activations_are_those_that_autograd_keeps_within_a_tenth(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_of_attention_alone_keeps_no_inputs_of_the_mlp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+    tmp_path: Path, dtype: Any
 ) -> None:
-    monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
     model = saved(tmp_path, "qwen3")
     loaded = load_model(tmp_path, dtype=dtype)
     attach_lora(loaded, make_lora(4, ("attn",)))
     both = TrainerSetting(dtype=dtype, lora_rank=4, micro_batch_tokens=TOKENS)
     setting = replace(both, lora_targets=("attn",))
 
-    kept = kept_bytes(loaded)
+    kept = kept_bytes(PaddedScorer(loaded), loaded)
 
     planned = activation_bytes_per_token(model, setting)
     assert 0.9 < TOKENS * planned / kept < 1.1

@@ -23,6 +23,7 @@ from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packing import Limits
 from hearth.trainer.passes import Pass, PassResult
 from hearth.trainer.residents import find_trainable
+from hearth.trainer.segments import Kernel
 from hearth.wire.tinker import DatumRecord
 
 VOCAB_SIZE = 96
@@ -71,6 +72,13 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
 }
+
+
+class PaddedScorer(TargetScorer):
+    """Pads what other scorers pack."""
+
+    def _find_packed(self, loaded: LoadedModel, kernel: Kernel | None) -> None:
+        return None
 
 
 def make_folders(factory: pytest.TempPathFactory) -> Callable[[str], Path]:

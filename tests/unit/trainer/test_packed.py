@@ -18,6 +18,7 @@ from tests.unit.trainer.decoders import (
     OTHER,
     PLAIN,
     VOCAB_SIZE,
+    PaddedScorer,
     Trained,
     Way,
     assert_same_gradient,
@@ -39,23 +40,15 @@ Ways = Callable[..., tuple["Way", "Way"]]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(kernels() is None, reason="needs a C compiler")]
 
 
-@pytest.fixture
-def ways_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Way, Way]]:
+def ways_of(loaded: LoadedModel, **options: Any) -> tuple[Way, Way]:
     """A model in packed rows, and in padded rows."""
-
-    def make(loaded: LoadedModel, **options: Any) -> tuple[Way, Way]:
-        packed = TargetScorer(loaded, TrainerOptions(**options))
-        with monkeypatch.context() as patch:
-            # HEARTH_KERNELS=0 turns the loops in C off for a whole process; both ways run here.
-            patch.setattr(PackedDecoder, "from_model", lambda _: None)
-            padded = TargetScorer(loaded, TrainerOptions(**options))
-        return Way(loaded, packed), Way(loaded, padded)
-
-    return make
+    packed = TargetScorer(loaded, TrainerOptions(**options))
+    padded = PaddedScorer(loaded, TrainerOptions(**options))
+    return Way(loaded, packed), Way(loaded, padded)
 
 
 @pytest.fixture
-def ways(read: Any, ways_of: Any) -> Ways:
+def ways(read: Any) -> Ways:
     """The same of a kind of model, with an adapter where options for one are given."""
     return lambda kind, *lora: ways_of(read(kind, *lora))
 
@@ -133,7 +126,7 @@ def test_a_temperature_divides_the_logits_and_the_gradient(
 
 @pytest.mark.parametrize("lora", [(), (LORA,)], ids=["a trained head", "a frozen head"])
 def test_logits_in_chunks_give_the_same(
-    read: Any, ways_of: Any, data: Data, lora: tuple[LoraOptions, ...]
+    read: Any, data: Data, lora: tuple[LoraOptions, ...]
 ) -> None:
     loaded = read("qwen3, tied", *lora)
     chunked, _ = ways_of(loaded, logit_budget=1)
@@ -220,15 +213,7 @@ def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
     assert_same(scorer.train(data), padded.train(data))
 
 
-def test_bfloat16_takes_padded_rows(folder_of: Callable[[str], Path], data: Data) -> None:
-    loaded = load_model(folder_of("qwen3"), dtype="bfloat16")
-
-    assert Way(loaded, TargetScorer(loaded)).kinds(data) == {PaddedBatch}
-
-
-def test_a_model_of_few_positions_fills_rows_up_all_the_same(
-    tmp_path: Path, ways_of: Any, datum: Any
-) -> None:
+def test_a_model_of_few_positions_fills_rows_up_all_the_same(tmp_path: Path, datum: Any) -> None:
     body: dict[str, Any] = BODY | {"max_position_embeddings": 12}
     config = transformers.LlamaConfig(**body)
     torch.manual_seed(0)

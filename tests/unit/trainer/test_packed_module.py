@@ -1,14 +1,10 @@
-"""Packed rows through the module, as on a GPU, against the padded rows that any model takes.
-
-torch's variable-length kernel runs on GPUs alone and is outside of us. What stands in for it here
-computes segment by segment what its documentation says.
-"""
+"""Packed rows through the module against the padded rows that any model takes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +16,7 @@ from tests.unit.trainer.decoders import (
     OBJECTIVE,
     VOCAB_SIZE,
     LargestTensor,
+    PaddedScorer,
     Trained,
     Way,
     assert_same_gradient,
@@ -35,7 +32,14 @@ from hearth.trainer.datums import read_datums
 from hearth.trainer.logprobs import TargetScorer
 from hearth.trainer.packed_module import PackedModule
 from hearth.trainer.packing import PackedBatch, PaddedBatch, split_packed
-from hearth.trainer.segments import Segments, attend, check_kernel, find_segments, make_mask
+from hearth.trainer.segments import (
+    Segments,
+    attend,
+    attend_in_turn,
+    check_kernel,
+    find_segments,
+    make_mask,
+)
 from hearth.wire.tinker import DatumRecord
 
 pytestmark = pytest.mark.slow
@@ -45,41 +49,21 @@ OTHER = ["gemma", "a sliding window"]
 CPU = torch.device("cpu")
 
 
-def kernel(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, lower_right: bool = True
-) -> Tensor:
-    """Each segment by itself; its last row sees its last key."""
-    queries, keys = segments.query_starts.tolist(), segments.key_starts.tolist()
-    parts: list[Tensor] = []
-    for (start, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
-        assert end - start <= segments.most_queries
-        assert last - first <= segments.most_keys
-        offset = (last - first) - (end - start) if lower_right else 0
-        seen = torch.ones(end - start, last - first, dtype=torch.bool).tril(offset)
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            q[start:end].transpose(0, 1),
-            k[first:last].transpose(0, 1),
-            v[first:last].transpose(0, 1),
-            attn_mask=seen,
-            scale=scale,
-            enable_gqa=True,
-        )
-        parts.append(mixed.transpose(0, 1))
-    return torch.cat(parts)
-
-
 def upper_left(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
     """As a kernel would be wrong that aligns segments at their first keys."""
-    return kernel(q, k, v, segments, scale, lower_right=False)
+    spans = zip(segments.key_starts.tolist(), segments.query_starts.diff().tolist(), strict=False)
+    kept = torch.cat([torch.arange(first, first + count) for first, count in spans])
+    own = replace(segments, key_starts=segments.query_starts, most_keys=segments.most_queries)
+    return attend_in_turn(q, k[kept], v[kept], own, scale)
 
 
 def without_gradient_of_v(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return kernel(q, k, v.detach() + 0 * v, *rest)
+    return attend_in_turn(q, k, v.detach() + 0 * v, *rest)
 
 
 @pytest.fixture(autouse=True)
 def through_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: no loops in C."""
+    """As on a GPU and on ranks: no loops in C."""
     # HEARTH_KERNELS=0 turns the loops in C off for a whole process; here both ways run in one.
     monkeypatch.setattr(PackedDecoder, "from_model", lambda _: None)
 
@@ -106,11 +90,11 @@ def assert_same(found: Trained, expected: Trained, tolerance: float = 1e-5) -> N
 
 
 def pack(loaded: LoadedModel) -> Way:
-    return Way(loaded, TargetScorer(loaded, kernel=kernel))
+    return Way(loaded, TargetScorer(loaded))
 
 
 def pad(loaded: LoadedModel) -> Way:
-    return Way(loaded, TargetScorer(loaded))
+    return Way(loaded, PaddedScorer(loaded))
 
 
 def test_segments_are_prefixes_and_what_stands_behind_them() -> None:
@@ -150,7 +134,7 @@ def test_attention_within_segments_is_that_under_the_dense_mask(
         q, k, v = (tensor.requires_grad_() for tensor in made)
         weights = torch.randn(rows, 4, 8, dtype=torch.float64)
 
-        mixed = attend(q, k, v, find_segments(batch.tree, CPU), 0.3, kernel)
+        mixed = attend(q, k, v, find_segments(batch.tree, CPU), 0.3, attend_in_turn)
         dense = torch.nn.functional.scaled_dot_product_attention(
             *(tensor.transpose(0, 1) for tensor in (q, k, v)),
             attn_mask=make_mask(batch.tree),
@@ -192,7 +176,7 @@ def test_gathered_keys_are_not_kept_for_the_backward_pass(datum: Any) -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (saved.append(len(tensor)), tensor)[1], lambda tensor: tensor
     ):
-        attend(q, k, v, segments, 0.3, kernel)
+        attend(q, k, v, segments, 0.3, attend_in_turn)
 
     # 40 of the prompt and eight times 60, and the padding.
     assert segments.keys is not None
@@ -202,7 +186,9 @@ def test_gathered_keys_are_not_kept_for_the_backward_pass(datum: Any) -> None:
 
 def test_a_sound_kernel_passes_the_check() -> None:
     for kv_heads in (1, 2, 4):
-        check_kernel(kernel, heads=4, kv_heads=kv_heads, dim=16, dtype=torch.bfloat16, device=CPU)
+        sizes = {"heads": 4, "kv_heads": kv_heads, "dim": 16}
+        with torch.no_grad():
+            check_kernel(attend_in_turn, **sizes, dtype=torch.bfloat16, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -275,13 +261,9 @@ def test_an_unsound_kernel_means_padded_rows_and_one_warning(
     assert Way(loaded, scorer).kinds(data) == {PaddedBatch}
 
 
-def test_torchs_own_kernel_is_for_gpus(read: Any) -> None:
-    assert PackedModule.from_model(read("qwen3", dtype="bfloat16")) is None
-
-
 def test_no_mask_of_rows_by_rows_is_made(read: Any) -> None:
     loaded = read("qwen3")
-    packed = PackedModule.from_model(loaded, kernel)
+    packed = PackedModule.from_model(loaded)
     assert packed is not None
     count, length = 48, 32
     heads = torch.tensor([[number * length, length, 0, 0] for number in range(count)])
