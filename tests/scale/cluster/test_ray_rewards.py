@@ -26,11 +26,15 @@ from training.rewards import (
 )
 
 
-@pytest.fixture
-def connected(cluster: Nodes) -> Iterator[None]:
-    assert connect("test")
-    yield
-    ray.shutdown()
+@pytest.fixture(scope="module")
+def connected(nodes: Nodes) -> Iterator[None]:
+    """One job of the cluster, whose processes score for all tests."""
+    nodes.become(1, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        assert connect("test")
+        yield
+        ray.shutdown()
 
 
 def outcomes(reward: Any, *completions: str) -> list[Score | Unscored]:
