@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +86,18 @@ class Linear:
     scale: float = 1.0
 
 
-def linears(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+def linears(
+    x: Tensor, *layers: Linear, compute_x: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, ...]:
     """The outputs [R, O] of each layer for the same x [R, H].
 
     An update is added to its layer's output inside a product. The backward pass keeps x once and
     each adapter's K values, adds all gradients in x up inside products, and computes none that
-    nobody wants.
+    nobody wants. With ``compute_x`` it does not keep x and gets the same bits from there.
     """
     flat = [(layer.weight, layer.bias, layer.down, layer.up) for layer in layers]
     scales = [layer.scale for layer in layers]
-    return _Linears.apply(x, scales, *itertools.chain(*flat))  # pyright: ignore[reportReturnType]
+    return _Linears.apply(x, compute_x, scales, *itertools.chain(*flat))  # pyright: ignore[reportReturnType]
 
 
 def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -249,7 +251,13 @@ class _TreeAttention(Function):
 
 class _Linears(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: Sequence[float], *flat: Tensor | None) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        compute_x: Callable[[], Tensor] | None,
+        scales: Sequence[float],
+        *flat: Tensor | None,
+    ) -> Any:
         outputs: list[Tensor] = []
         inners: list[Tensor | None] = []
         for scale, (weight, bias, down, up) in zip(scales, _by_layer(flat), strict=True):
@@ -261,8 +269,8 @@ class _Linears(Function):
                 output.addmm_(inner, up.t())
             outputs.append(output)
             inners.append(inner)
-        ctx.scales = scales
-        ctx.save_for_backward(x, *inners, *flat)
+        ctx.scales, ctx.compute_x = scales, compute_x
+        ctx.save_for_backward(x if compute_x is None else None, *inners, *flat)
         return tuple(outputs)
 
     @staticmethod
@@ -270,7 +278,10 @@ class _Linears(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         count = len(grads)
         x, *saved = ctx.saved_tensors
-        wants_x, _, *wanted = ctx.needs_input_grad
+        wants_x, _, _, *wanted = ctx.needs_input_grad
+        if x is None:
+            # What it holds is free with this step's other tensors.
+            x, ctx.compute_x = ctx.compute_x(), None
         layers = zip(grads, ctx.scales, saved[:count], _by_layer(saved[count:]), strict=True)
         x_grad: Tensor | None = None
         flat: list[Tensor | None] = []
@@ -289,7 +300,7 @@ class _Linears(Function):
                 inner_grad.t() @ x if wants[2] else None,
                 grad.t() @ inner if wants[3] else None,
             ]
-        return x_grad, None, *flat
+        return x_grad, None, None, *flat
 
 
 def _by_layer(flat: Sequence[Any]) -> list[Sequence[Any]]:

@@ -5,7 +5,7 @@ Legend: S packed tokens, T tokens of a sequence, H hidden size, A heads, G key h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,7 +105,8 @@ class PackedDecoder:
     ) -> Tensor:
         """Last hidden states [S, H] of these tokens at these positions [S].
 
-        With ``recompute`` layers keep their inputs and compute the rest again in the backward pass.
+        For the backward pass layers keep no outputs of norms and of the MLP's activation, but compute
+        them again; with ``recompute`` they keep their inputs only.
         Each layer's keys and values [S, G, D] are added to ``cache``.
         """
         # Read again in each pass: an adapter replaces linear layers.
@@ -113,20 +114,26 @@ class PackedDecoder:
         assert decoder is not None, "an adapter keeps a plain decoder plain"
         rotations = self._rotations_for(decoder, tree.most_keys)
         x = decoder.backbone.embed_tokens(tokens)
-        normed = rms_norm(x, decoder.layers[0].input_norm.weight, decoder.eps)
         followers = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.backbone.norm]
 
+        def norm(module: Any, x: Tensor) -> Tensor:
+            return rms_norm(x, module.weight, decoder.eps)
+
         def run(layer: DecoderLayer, following: Any, x: Tensor, normed: Tensor) -> Any:
-            q, k, v = _heads(decoder, layer, normed, rotations, positions)
+            again = partial(norm, layer.input_norm, x)
+            q, k, v = _heads(decoder, layer, normed, again, rotations, positions)
             if cache is not None:
                 cache.append((k, v))
             mixed = tree_attention(q, k, v, tree, decoder.scale)
             (attended,) = _linears((layer.o_proj,), mixed.view(mixed.shape[0], -1))
             x, normed = add_rms_norm(x, attended, layer.post_norm.weight, decoder.eps)
-            inner = silu_mul(*_linears((layer.gate_proj, layer.up_proj), normed))
-            (added,) = _linears((layer.down_proj,), inner)
+            again = partial(norm, layer.post_norm, x)
+            gate, up = _linears((layer.gate_proj, layer.up_proj), normed, again)
+            again = partial(silu_mul, gate, up)
+            (added,) = _linears((layer.down_proj,), silu_mul(gate, up), again)
             return add_rms_norm(x, added, following.weight, decoder.eps)
 
+        normed = norm(decoder.layers[0].input_norm, x)
         if recompute:
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         for layer, following in zip(decoder.layers, followers, strict=True):
@@ -147,12 +154,13 @@ def _heads(
     decoder: Decoder,
     layer: DecoderLayer,
     normed: Tensor,
+    again: Callable[[], Tensor],
     rotations: tuple[Tensor, Tensor],
     positions: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [S, A, D], keys and values [S, G, D] of one layer."""
     tokens, dim = normed.shape[0], decoder.dim
-    projections = _linears((layer.q_proj, layer.k_proj, layer.v_proj), normed)
+    projections = _linears((layer.q_proj, layer.k_proj, layer.v_proj), normed, again)
     q, k, v = (projection.view(tokens, -1, dim) for projection in projections)
 
     def rotate(heads: Tensor, norm: Any | None) -> Tensor:
@@ -162,10 +170,12 @@ def _heads(
     return rotate(q, layer.q_norm), rotate(k, layer.k_norm), v
 
 
-def _linears(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of several linear modules for the same input."""
+def _linears(
+    modules: Sequence[Any], x: Tensor, again: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """The outputs of several linear modules for the same input, which ``again`` computes anew."""
     layers = [layer for module in modules if (layer := read_linear(module)) is not None]
     if len(layers) == len(modules):
-        return linears(x, *layers)
+        return linears(x, *layers, compute_x=again)
     # Those of a deployment with many adapters, of which each row has its own.
     return tuple(module(x).contiguous() for module in modules)

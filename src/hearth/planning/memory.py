@@ -319,7 +319,7 @@ def _input_bytes(setting: TrainerSetting, part: LoraPart, width: int, linears: i
 def _count_fused_layer(model: Architecture) -> int:
     """Numbers that the loops in C keep of a token (``hearth.kernels.training``)."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    kept = 4 * model.hidden + 2 * queries + 2 * keys + 3 * model.inner
+    kept = 2 * model.hidden + 2 * queries + 2 * keys + 2 * model.inner
     if model.has_head_norms:
         kept += queries + keys
     # Scales of norms, and attention's sums.
