@@ -105,8 +105,8 @@ class PackedDecoder:
     ) -> Tensor:
         """Last hidden states [S, H] of these tokens at these positions [S].
 
-        For the backward pass layers keep no outputs of norms and of the MLP's activation, but compute
-        them again; with ``recompute`` they keep their inputs only.
+        The backward pass computes outputs of norms and of the MLP's activation again; with
+        ``recompute`` layers keep their inputs only.
         Each layer's keys and values [S, G, D] are added to ``cache``.
         """
         # Read again in each pass: an adapter replaces linear layers.
