@@ -111,11 +111,15 @@ class GradientMeter(TorchDispatchMode):
 
 
 class MeteredEngine(RankEngine):
-    """Shows its meter which model it trains."""
+    """Measures while it computes gradients; what follows makes none."""
 
     def __init__(self, *args: Any, meter: GradientMeter, **kwargs: Any) -> None:
         self._meter = meter
         super().__init__(*args, **kwargs)
+
+    def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._meter:
+            return super().forward_backward(*args, **kwargs)
 
     def _make_pass(self, **fields: Any) -> Pass:
         self._meter.watch(fields["scorer"].model.root)
@@ -145,12 +149,11 @@ def run_rank(rank: int, port: int, setup: Setup) -> None:
     meter = GradientMeter()
     engine = MeteredEngine(options, group, logging.error, memory=setup.memory, meter=meter)
     found: dict[str, Any] = {}
-    with meter:
-        if rank == 0:
-            found = train(engine)
-            engine.close()
-        else:
-            engine.follow()
+    if rank == 0:
+        found = train(engine)
+        engine.close()
+    else:
+        engine.follow()
     (folder / f"rank-{rank}.json").write_text(json.dumps(found | {"peak": meter.peak}))
 
 

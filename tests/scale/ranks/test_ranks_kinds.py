@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from tests.scale.ranks.trainers import (
+    RankTrainer,
     RefusedError,
     assert_close,
     checkpoint_tensors,
@@ -37,9 +41,20 @@ def routed(data: list[DatumRecord]) -> list[DatumRecord]:
     return found
 
 
-def test_experts_are_replayed_on_every_rank(start, make_single, checkpoints, tmp_path):
-    folder = write_moe(tmp_path / "moe")
-    trainer, single = start(2, source=str(folder)), make_single(folder)
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def ranks_of_mixture(start: Callable[..., RankTrainer], mixture: Path) -> Iterator[RankTrainer]:
+    trainer = start(2, source=str(mixture))
+    yield trainer
+    trainer.close()
+
+
+def test_experts_are_replayed_on_every_rank(ranks_of_mixture, mixture, make_single, checkpoints):
+    trainer, single = ranks_of_mixture, make_single(mixture)
     data = routed(random_data(LENGTHS, vocabulary=64))
     theirs, own = trainer.create_model(), single.create_model()
 
@@ -50,12 +65,13 @@ def test_experts_are_replayed_on_every_rank(start, make_single, checkpoints, tmp
         np.testing.assert_allclose(row, other, atol=1e-5, rtol=0)
     assert np.abs(np.concatenate(found[0]) - np.concatenate(free)).max() > 0.1
     assert_close(gradient(trainer, theirs, checkpoints), gradient(single, own, checkpoints))
-    trainer.close()
+    trainer.unload(theirs)
 
 
-def test_an_adapter_of_experts_is_that_of_one_process(start, make_single, checkpoints, tmp_path):
-    folder = write_moe(tmp_path / "moe")
-    trainer, single = start(2, source=str(folder)), make_single(folder)
+def test_an_adapter_of_experts_is_that_of_one_process(
+    ranks_of_mixture, mixture, make_single, checkpoints
+):
+    trainer, single = ranks_of_mixture, make_single(mixture)
     data, adam = random_data(LENGTHS, vocabulary=64), AdamParams(learning_rate=1e-2, eps=1e-6)
     theirs = trainer.create_model(lora={"rank": 4, "seed": 1})
     own = single.create_model(LoraOptions(rank=4, seed=1))
@@ -77,7 +93,7 @@ def test_an_adapter_of_experts_is_that_of_one_process(start, make_single, checkp
     assert all(torch.equal(tensor, read[key]) for key, tensor in saved.items())
     published = trainer.published(theirs, "adapter")
     assert all(torch.equal(tensor, saved[f"weights/{key}"]) for key, tensor in published.items())
-    trainer.close()
+    trainer.unload(theirs)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "seed": 1}], ids=["full", "adapter"])
