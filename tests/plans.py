@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.runs import read_metrics
-from tests.integration.served import Served
+from tests.integration.served import Served, share_recipes
 
 from training.quickstart import MODEL, TRAIN_ROWS
 
-PROGRAMS = Path(sys.executable).parent
 _REWARD = """
 def spread(text, row):
     return sum((place + 1) * ord(letter) for place, letter in enumerate(text)) % 1009 / 1009
@@ -56,7 +52,7 @@ class Printed:
             shutil.copytree(MODEL, model)
         else:
             config.save_pretrained(model)
-        shown = _run([str(PROGRAMS / "hearth"), "plan", f"--model={model}", *flags], folder, {})
+        shown = _run(["plan", f"--model={model}", *flags], folder, {})
         shutil.copytree(MODEL, model, dirs_exist_ok=True)
         head, _, rest = shown.partition("# shapes.toml, a catalog file\n")
         assert "\nfits " in head, shown
@@ -91,8 +87,7 @@ class Printed:
                 else:
                     assert words[:3] == ["hearth", "train", "rl"]
                     more = [f"--{name}={value}" for name, value in _SHORT.items()]
-                    command = [str(PROGRAMS / "hearth"), *words[1:], *more]
-                    _run(command, self.folder, self.variables)
+                    _run([*words[1:], *more], self.folder, self.variables)
         return read_metrics(self.folder / "run")
 
     def worker_logs(self, kind: str) -> str:
@@ -116,10 +111,8 @@ class Printed:
             platform.stop()
 
 
-def _run(command: list[str], folder: Path, variables: Mapping[str, str]) -> str:
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+def _run(arguments: list[str], folder: Path, variables: Mapping[str, str]) -> str:
+    """What `hearth` prints with these arguments."""
+    done = share_recipes().run("hearth", arguments, folder, COLUMNS="200", **variables)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

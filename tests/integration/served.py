@@ -273,7 +273,7 @@ class Recipes:
     ) -> subprocess.CompletedProcess[str]:
         """The same, once it has ended."""
         recipe = self.begin(program, arguments, folder, variables)
-        code = recipe.wait(300)
+        code = recipe.wait(900)
         return subprocess.CompletedProcess(
             [program, *arguments], code, recipe.output, recipe.errors
         )

@@ -1,5 +1,7 @@
 """What `hearth plan` prints for one GPU trains a small model, as printed."""
 
+import bisect
+
 import pytest
 from tests.plans import Printed
 
@@ -42,12 +44,13 @@ def test_one_gpu_is_shared_by_all_of_a_run(tmp_path, flags, printed):
 def test_a_gpu_without_room_for_snapshots_serves_processes(tmp_path):
     model = read_architecture(read_config(str(MODEL)))
 
-    def layout(gib):
-        request = PlanRequest(model=model, gpus=1, context=128, gpu_memory_gib=gib, concurrent=8)
-        plan = make_plan(request)
-        return plan.layout.placement if plan.fits else None
+    def fits(mib):
+        memory = mib / 1024
+        request = PlanRequest(model=model, gpus=1, context=128, gpu_memory_gib=memory, concurrent=8)
+        return make_plan(request).fits
 
-    smallest = next(gib for mib in range(256, 2048) if layout(gib := mib / 1024) == "process")
+    # With more memory there is room for snapshots too.
+    smallest = bisect.bisect_left(range(2048), True, lo=256, key=fits) / 1024
     plan = Printed.of(tmp_path, *ONE_GPU, "--no-reference", f"--gpu-memory-gib={smallest}")
     assert plan.lines[0] == "hearth serve --catalog shapes.toml --placement process"
     assert plan.shapes[0]["recompute_above"] < plan.shapes[0]["micro_batch_tokens"]
