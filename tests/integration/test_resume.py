@@ -89,11 +89,13 @@ def checkpointed(trial, rows):
 SERVING = DeployConfig(deployment_id="serving", tokenizer_model=str(MODEL))
 
 
-def test_from_every_step_a_run_goes_on_to_the_same_weights(trial, rows):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_from_every_step_a_run_goes_on_to_the_same_weights(trial, rows, dtype):
     # Rows 3 and 7 are dropped: row 4 makes up for one, nothing is left for the other.
     reward = uniform_for(question(rows[3]), question(rows[7]))
     common = {"rows": rows[:8], "reward_fn": reward, "dcp_save_interval": 1, "seed": 5}
     common |= {"folder": "run", "output_model_id": "out"}
+    common["trainer"] = TrainerConfig(dtype=dtype)
     whole = trial(**common)
     weights, records = whole.weights(), whole.records()
     points = read_manifest(whole.folder)

@@ -239,6 +239,16 @@ typedef struct {
 #define HOLD(value)
 #endif
 
+/* LANES values of a weight from place `at` on. A bfloat16 is the upper half of a float. */
+static inline __attribute__((always_inline)) Lanes read_weight(const void *weight, int64_t at,
+                                                               const int is_half) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+    if (!is_half) return *(const Lanes *)((const float *)weight + at);
+    const Halves halves = *(const Halves *)((const uint16_t *)weight + at);
+    return (Lanes)(__builtin_convertvector(halves, Words) << 16);
+}
+
 /* The sums of neighbours in two registers, one after the other. */
 static inline Lanes add_pairs(Lanes a, Lanes b) {
     typedef int32_t Places __attribute__((vector_size(4 * LANES)));
@@ -247,10 +257,10 @@ static inline Lanes add_pairs(Lanes a, Lanes b) {
     return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
 }
 
-/* Dot products of some rows of x, packed by `pack_rows`, with some rows of `weight`. */
+/* Dot products of some rows of x, packed by `pack_rows`, with rows of `weight` from `first` on. */
 static inline __attribute__((always_inline)) void multiply_few(
-    const float *packed, int64_t depth, const float *weight, int64_t stride, float *out,
-    const int rows, const int columns) {
+    const float *packed, int64_t depth, const void *weight, int64_t first, int64_t stride,
+    float *out, const int rows, const int columns, const int is_half) {
     enum { MOST = (GROUP * COLUMNS + LANES - 1) / LANES * LANES };
     Lanes own[GROUP * COLUMNS], sums[MOST];
     const int count = rows * columns, wide = count > LANES ? MOST : LANES;
@@ -258,7 +268,7 @@ static inline __attribute__((always_inline)) void multiply_few(
     for (int64_t i = 0; i < depth; i += LANES) {
         Lanes right[FEW_COLUMNS];
         for (int c = 0; c < columns; c++) {
-            right[c] = *(const Lanes *)(weight + c * depth + i);
+            right[c] = read_weight(weight, (first + c) * depth + i, is_half);
             HOLD(right[c]);
         }
         for (int r = 0; r < rows; r++) {
@@ -286,9 +296,9 @@ static inline __attribute__((always_inline)) void score_keys(
             *(Lanes *)(packed + i * rows + r * LANES) = *(const Lanes *)(queries + r * dim + i);
     int64_t k = 0;
     for (; k + columns <= count; k += columns)
-        multiply_few(packed, dim, keys + k * dim, longest, weights + k, rows, columns);
+        multiply_few(packed, dim, keys, k, longest, weights + k, rows, columns, 0);
     for (; k < count; k++)
-        multiply_few(packed, dim, keys + k * dim, longest, weights + k, rows, 1);
+        multiply_few(packed, dim, keys, k, longest, weights + k, rows, 1, 0);
 }
 
 /* One kv head of one row, with the queries that look at it. */
@@ -392,15 +402,23 @@ static int64_t longest_of(const int64_t *positions, int64_t rows) {
 /* Of a wide model `k`, `v` and `up` are the module's own weights, and so are `qkv` and `gate_up`: those
    of the queries and the gate alone. */
 typedef struct {
-    const float *input_norm, *qkv, *bias, *q_norm, *k_norm, *o, *post_norm, *gate_up, *down, *k, *v,
-        *up;
+    const float *input_norm;
+    const void *qkv;
+    const float *bias, *q_norm, *k_norm;
+    const void *o;
+    const float *post_norm;
+    const void *gate_up, *down, *k, *v, *up;
 } StepLayer;
 
 typedef struct {
     const StepLayer *layers;
-    const float *embedding, *final_norm, *head, *head_bias, *cosine, *sine;
+    const void *embedding;
+    const float *final_norm;
+    const void *head;
+    const float *head_bias, *cosine, *sine;
     int64_t num_layers, hidden, inner, vocab, layer_stride;
     int64_t is_wide; /* its products are those of `multiply_rows` */
+    int64_t is_half; /* its embedding and its weights of `multiply_rows` are bfloat16 */
 } StepModel;
 
 /* x [rows][depth] as `multiply_rows` reads it: GROUP rows end to end, LANES of each in turn. */
@@ -418,15 +436,16 @@ static void pack_rows(const float *x, int64_t rows, int64_t depth, float *packed
 /* out [rows of `stride`][n] = packed rows [rows][depth] times weight [n][depth], transposed. Weights are
    read where they are and once for GROUP rows, which is faster than a general product while rows are
    few. A row's bits depend on nothing else. `depth` is a multiple of LANES. */
-static void multiply_rows(const float *packed, int64_t rows, int64_t depth, const float *weight,
-                          int64_t n, int64_t stride, float *out, int threads) {
+static inline __attribute__((always_inline)) void multiply_rows_of(
+    const float *packed, int64_t rows, int64_t depth, const void *weight, int64_t n, int64_t stride,
+    float *out, int threads, const int is_half) {
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t block = 0; block < (n + COLUMNS - 1) / COLUMNS; block++) {
         const int64_t first = block * COLUMNS;
         const int is_whole = first + COLUMNS <= n;
         #define FEW(count, column, columns) \
-            multiply_few(packed + row * depth, depth, weight + (column) * depth, stride, \
-                         out + row * stride + (column), count, columns)
+            multiply_few(packed + row * depth, depth, weight, column, stride, \
+                         out + row * stride + (column), count, columns, is_half)
         int64_t row = 0;
         for (; row + GROUP <= rows; row += GROUP) {
             if (is_whole) FEW(GROUP, first, COLUMNS);
@@ -438,6 +457,12 @@ static void multiply_rows(const float *packed, int64_t rows, int64_t depth, cons
         }
         #undef FEW
     }
+}
+
+static void multiply_rows(const StepModel *model, const float *packed, int64_t rows, int64_t depth,
+                          const void *weight, int64_t n, int64_t stride, float *out, int threads) {
+    if (model->is_half) multiply_rows_of(packed, rows, depth, weight, n, stride, out, threads, 1);
+    else multiply_rows_of(packed, rows, depth, weight, n, stride, out, threads, 0);
 }
 
 /* A LoRA adapter's update of one linear layer: down [rank][k] and up [rank][n]; rank 0 is none. */
@@ -492,13 +517,13 @@ static void add_updates(Adapters adapters, int64_t place, const float *x, int64_
 
 /* out [rows][n] = x [rows][k] times weight [n][k], transposed; a wide model packs x into `packed`. */
 static void project(const StepModel *model, int threads, const float *x, int64_t rows, int64_t k,
-                    const float *weight, int64_t n, float *packed, float *out) {
+                    const void *weight, int64_t n, float *packed, float *out) {
     if (!model->is_wide) {
         multiply_panels(x, rows, k, weight, n, out);
         return;
     }
     pack_rows(x, rows, k, packed);
-    multiply_rows(packed, rows, k, weight, n, n, out, threads);
+    multiply_rows(model, packed, rows, k, weight, n, n, out, threads);
 }
 
 /* Rows start..stop of a decoding step, through all layers. */
@@ -524,8 +549,13 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
     float *gated = gates + rows * 2 * inner, *packed = gated + rows * inner;
     float *scratch = packed + rows * packed_floats;
     for (int64_t row = 0; row < rows; row++) {
-        memcpy(x + row * hidden, model->embedding + tokens[start + row] * hidden,
-               sizeof(float) * (size_t)hidden);
+        const int64_t from = tokens[start + row] * hidden;
+        if (model->is_half)
+            for (int64_t i = 0; i < hidden; i += LANES)
+                *(Lanes *)(x + row * hidden + i) = read_weight(model->embedding, from + i, 1);
+        else
+            memcpy(x + row * hidden, (const float *)model->embedding + from,
+                   sizeof(float) * (size_t)hidden);
         if (model->num_layers)
             norm_row(x + row * hidden, model->layers[0].input_norm, shape->eps, hidden,
                      normed + row * hidden);
@@ -539,7 +569,7 @@ static int step_rows(const StepModel *model, const AttentionShape *shape, const 
         #define UPDATE(part, from, depth, columns, stride, to) \
             add_updates(own_adapters, first + part, from, rows, depth, columns, stride, to, shared)
         #define MULTIPLY(weight, columns, stride, to) \
-            multiply_rows(packed, rows, hidden, weight, columns, stride, to, shared)
+            multiply_rows(model, packed, rows, hidden, weight, columns, stride, to, shared)
         if (model->is_wide) {
             pack_rows(normed, rows, hidden, packed);
             MULTIPLY(layer->qkv, mixed, width, qkv);

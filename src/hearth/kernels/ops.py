@@ -57,7 +57,10 @@ class LoraUpdate(ctypes.Structure):
 
 
 class StepModel(ctypes.Structure):
-    """The sizes and weights for ``decode_step``; ``layer_stride`` is the cache's, in elements."""
+    """The sizes and weights for ``decode_step``; ``layer_stride`` is the cache's, in elements.
+
+    ``is_half`` says that a wide model's linear weights and embedding are bfloat16.
+    """
 
     _fields_ = (
         ("layers", ctypes.POINTER(StepLayer)),
@@ -73,6 +76,7 @@ class StepModel(ctypes.Structure):
         ("vocab", _INT64),
         ("layer_stride", _INT64),
         ("is_wide", _INT64),
+        ("is_half", _INT64),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from hearth.threads import refresh
 
 _PARTS = 16
 """Partial sums of a norm's weight gradient (``PARTS`` in cpu.c)."""
+_WIDENED = 2**22
+"""Values of a bfloat16 weight that are float32 at one time: 16 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,7 @@ class Linear:
     """A linear layer [O, H], and an adapter's update of rank K: ``scale * x @ down.T @ up.T``."""
 
     weight: Tensor
+    """float32, or bfloat16 that is computed with in float32."""
     bias: Tensor | None = None
     """[O]."""
     down: Tensor | None = None
@@ -112,7 +115,7 @@ def score_frozen(states: Tensor, head: Tensor, targets: Tensor, temperature: flo
     """Logprobs [R] as ``score`` has them, of states [R, H] under a frozen ``head`` [V, H].
 
     The gradient of a row's logprob in its state is computed with it and kept, [R, H] instead of
-    logits [R, V]: the backward pass scales it.
+    logits [R, V]: the backward pass scales it. The head may be bfloat16.
     """
     return _ScoreFrozen.apply(states, head, targets, 1.0 / temperature)  # pyright: ignore[reportReturnType]
 
@@ -261,7 +264,7 @@ class _Linears(Function):
         outputs: list[Tensor] = []
         inners: list[Tensor | None] = []
         for scale, (weight, bias, down, up) in zip(scales, _by_layer(flat), strict=True):
-            output, inner = x @ weight.t(), None
+            output, inner = _multiply(x, weight), None
             if bias is not None:
                 output.add_(bias)
             if down is not None:
@@ -288,7 +291,7 @@ class _Linears(Function):
         for (grad, scale, inner, layer), wants in zip(layers, _by_layer(wanted), strict=True):
             weight, _, down, up = layer
             if wants_x:
-                x_grad = grad @ weight if x_grad is None else x_grad.addmm_(grad, weight)
+                x_grad = _multiply_back(grad, weight, x_grad)
             flat += [grad.t() @ x if wants[0] else None, grad.sum(0) if wants[1] else None]
             if inner is None:
                 flat += [None, None]
@@ -301,6 +304,32 @@ class _Linears(Function):
                 grad.t() @ inner if wants[3] else None,
             ]
         return x_grad, None, None, *flat
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """x [R, H] @ weight [O, H], transposed."""
+    output = x.new_empty(x.shape[0], weight.shape[0])
+    for rows, values in _widen(weight):
+        torch.mm(x, values.t(), out=output[:, rows])
+    return output
+
+
+def _multiply_back(grad: Tensor, weight: Tensor, others: Tensor | None = None) -> Tensor:
+    """grad [R, O] @ weight [O, H], added to ``others`` in place."""
+    for rows, values in _widen(weight):
+        part = grad[:, rows]
+        others = part @ values if others is None else others.addmm_(part, values)
+    assert others is not None, "a weight has rows"
+    return others
+
+
+def _widen(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """A float32 weight [O, H] whole; rows of a bfloat16 one in float32, part by part."""
+    rows, columns = weight.shape
+    step = rows if weight.dtype == torch.float32 else max(1, _WIDENED // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        yield part, weight[part].float()
 
 
 def _by_layer(flat: Sequence[Any]) -> list[Sequence[Any]]:
@@ -327,11 +356,11 @@ class _Score(Function):
 class _ScoreFrozen(Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Tensor, targets: Tensor, factor: float) -> Tensor:
-        logits = states @ head.t()
+        logits = _multiply(states, head)
         logprobs, *kept = _score(logits, targets, factor)
         if ctx.needs_input_grad[0]:
             _become_gradient(logits, targets, factor, kept, torch.ones_like(logprobs))
-            ctx.save_for_backward(logits @ head)
+            ctx.save_for_backward(_multiply_back(logits, head))
         return logprobs
 
     @staticmethod

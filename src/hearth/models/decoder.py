@@ -16,6 +16,8 @@ from hearth.kernels.training import Linear
 from hearth.models.loading import LoadedModel
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Of processors, by torch's names: with one of them torch multiplies bfloat16 fast.
+_BFLOAT16_PRODUCTS = ("avx512_bf16", "amx_bf16", "bf16")
 # The C loops keep a head on the stack.
 _LARGEST_DIM = 1024
 # Rotations that depend on the position alone, not on the sequence's length.
@@ -60,6 +62,14 @@ class Decoder:
         """The module without its head."""
         return self.module.base_model
 
+    def list_linears(self) -> list[Any]:
+        """The linear modules: q, k, v, o, gate, up and down of each layer, then the head."""
+        modules: list[Any] = []
+        for layer in self.layers:
+            modules += [layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj]
+            modules += [layer.gate_proj, layer.up_proj, layer.down_proj]
+        return [*modules, self.module.get_output_embeddings()]
+
     @torch.no_grad()
     def compute_rotations(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [C, D] (float32) of the first positions."""
@@ -92,6 +102,24 @@ def read_decoder(loaded: LoadedModel) -> Decoder | None:
         eps=float(config.rms_norm_eps),
         scale=float(module.base_model.layers[0].self_attn.scaling),
     )
+
+
+def read_cpu_decoder(loaded: LoadedModel) -> Decoder | None:
+    """The parts of a plain decoder on a CPU that loops compute in float32; None for any other.
+
+    Weights are float32, or bfloat16 on a processor without products in it, which become float32 as
+    they are read: then every linear layer must be one that ``read_linear`` reads.
+    """
+    if torch.device(loaded.device).type != "cpu":
+        return None
+    decoder = read_decoder(loaded)
+    if decoder is None or loaded.dtype == torch.float32:
+        return decoder
+    has_products = any(map(torch.cpu.get_capabilities().get, _BFLOAT16_PRODUCTS))
+    if loaded.dtype != torch.bfloat16 or has_products:
+        return None
+    is_read = all(read_linear(module) is not None for module in decoder.list_linears())
+    return decoder if is_read else None
 
 
 def base_weight(linear: nn.Module) -> Tensor:

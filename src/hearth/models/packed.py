@@ -24,7 +24,7 @@ from hearth.kernels.training import (
     silu_mul,
     tree_attention,
 )
-from hearth.models.decoder import Decoder, DecoderLayer, read_decoder, read_linear
+from hearth.models.decoder import Decoder, DecoderLayer, read_cpu_decoder, read_decoder, read_linear
 from hearth.models.loading import LoadedModel
 from hearth.models.prefixes import Cluster
 
@@ -89,9 +89,8 @@ class PackedDecoder:
 
     @classmethod
     def from_model(cls, loaded: LoadedModel) -> PackedDecoder | None:
-        """The packed form of a model; None unless it is a plain decoder in float32 on a CPU."""
-        is_plain = loaded.dtype == torch.float32 and torch.device(loaded.device).type == "cpu"
-        decoder = read_decoder(loaded) if is_plain and kernels() is not None else None
+        """The packed form of a model; None unless it is a plain decoder on a CPU."""
+        decoder = read_cpu_decoder(loaded) if kernels() is not None else None
         return None if decoder is None else cls(loaded, decoder)
 
     def states(
@@ -113,11 +112,11 @@ class PackedDecoder:
         decoder = read_decoder(self._loaded)
         assert decoder is not None, "an adapter keeps a plain decoder plain"
         rotations = self._rotations_for(decoder, tree.most_keys)
-        x = decoder.backbone.embed_tokens(tokens)
+        x = decoder.backbone.embed_tokens(tokens).float()
         followers = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.backbone.norm]
 
         def norm(module: Any, x: Tensor) -> Tensor:
-            return rms_norm(x, module.weight, decoder.eps)
+            return rms_norm(x, module.weight.float(), decoder.eps)
 
         def run(layer: DecoderLayer, following: Any, x: Tensor, normed: Tensor) -> Any:
             again = partial(norm, layer.input_norm, x)
@@ -126,12 +125,12 @@ class PackedDecoder:
                 cache.append((k, v))
             mixed = tree_attention(q, k, v, tree, decoder.scale)
             (attended,) = _linears((layer.o_proj,), mixed.view(mixed.shape[0], -1))
-            x, normed = add_rms_norm(x, attended, layer.post_norm.weight, decoder.eps)
+            x, normed = add_rms_norm(x, attended, layer.post_norm.weight.float(), decoder.eps)
             again = partial(norm, layer.post_norm, x)
             gate, up = _linears((layer.gate_proj, layer.up_proj), normed, again)
             again = partial(silu_mul, gate, up)
             (added,) = _linears((layer.down_proj,), silu_mul(gate, up), again)
-            return add_rms_norm(x, added, following.weight, decoder.eps)
+            return add_rms_norm(x, added, following.weight.float(), decoder.eps)
 
         normed = norm(decoder.layers[0].input_norm, x)
         if recompute:
@@ -139,6 +138,12 @@ class PackedDecoder:
         for layer, following in zip(decoder.layers, followers, strict=True):
             x, normed = run(layer, following, x, normed)
         return normed
+
+    def logits(self, states: Tensor) -> Tensor:
+        """What the head makes [R, V] of last hidden states [R, H]."""
+        # Read at each call: an adapter may have replaced the head.
+        module: Any = self._loaded.module
+        return _linears((module.get_output_embeddings(),), states)[0]
 
     def _rotations_for(self, decoder: Decoder, positions: int) -> tuple[Tensor, Tensor]:
         if positions > self._rotations[0].shape[0]:
@@ -164,7 +169,7 @@ def _heads(
     q, k, v = (projection.view(tokens, -1, dim) for projection in projections)
 
     def rotate(heads: Tensor, norm: Any | None) -> Tensor:
-        weight = None if norm is None else norm.weight
+        weight = None if norm is None else norm.weight.float()
         return rope(heads, weight, decoder.eps, rotations, positions)
 
     return rotate(q, layer.q_norm), rotate(k, layer.k_norm), v

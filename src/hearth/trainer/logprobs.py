@@ -61,9 +61,9 @@ class TargetScorer:
         self._shape = _read_logit_transform(loaded.config.get_text_config())
         self._chunk_rows = max(2 * _MIN_ROWS, self._options.logit_budget // loaded.vocab_size)
         self._device = loaded.device
+        self._packed = self._find_packed(loaded, kernel)
         self._check(loaded)
         self._routers = find_routers(loaded)
-        self._packed = self._find_packed(loaded, kernel)
         self.routing = None if self._routers is None else self._routers.shape
         """Its routers' layers and experts; None for a dense model."""
 
@@ -163,6 +163,8 @@ class TargetScorer:
         return torch.log_softmax(logits, dim=-1).gather(1, targets.to(logits.device))
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
+        if isinstance(self._packed, PackedDecoder):
+            return self._shape(self._packed.logits(hidden.float()))
         # Read at each call: an adapter may have replaced the head.
         head = self._module.get_output_embeddings()
         return self._shape(head(hidden)).float()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hearth.inference.backend import SampleRequest
 from hearth.inference.engine import sampler
+from hearth.inference.engine.adapters import AdapterLayers
 from hearth.inference.engine.cache import SlotCache
 from hearth.inference.engine.fused import FusedDecoder
 from hearth.inference.engine.prompts import EVERY, Extras
@@ -45,6 +46,12 @@ def runner() -> Callable[..., ModelRunner]:
         return made
 
     return make
+
+
+@pytest.fixture
+def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without products in bfloat16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
 
 
 @pytest.fixture
@@ -96,9 +103,13 @@ def test_a_rows_bits_do_not_depend_on_its_batch_or_on_threads(runner: Any, kind:
     assert torch.equal(shared, crowd)
 
 
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [16, 31, 48])
-def test_threads_that_share_a_wide_layers_products_change_no_bit(runner: Any, rows: int) -> None:
-    fused = runner(build(WIDE), fused=True)
+def test_threads_that_share_a_wide_layers_products_change_no_bit(
+    runner: Any, rows: int, dtype: torch.dtype
+) -> None:
+    fused = runner(build(WIDE, dtype), fused=True)
     cache = SlotCache(fused.cache_shape, budget_bytes=2**30, max_slots=rows)
     cache.reserve(rows, 200, active=0)
     with torch.inference_mode():
@@ -271,11 +282,45 @@ def test_a_model_that_is_no_plain_decoder_decodes_through_its_module(
     runner(loaded, fused=False, max_seq_len=64)
 
 
-def test_bfloat16_decodes_through_its_module(runner: Any) -> None:
-    loaded = build("qwen3")
-    half = replace(loaded, module=loaded.module.to(torch.bfloat16), dtype=torch.bfloat16)
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize("kind", ["llama with one key head, tied", "qwen3", WIDE])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_bfloat16_weights_are_computed_with_in_float32(
+    runner: Any, kind: str, adapted: bool
+) -> None:
+    half = build(kind, torch.bfloat16)
+    widened = replace(half, module=build(kind, torch.bfloat16).module.float(), dtype=torch.float32)
+    for loaded in (half, widened):
+        if adapted:
+            attach_lora(loaded, LoraOptions(rank=4, alpha=8.0, train_unembed=True))
+            change(loaded, 2)
+    prompts = make_prompts(1, 31, 200)
 
-    assert FusedDecoder.for_model(half, positions=64) is None
+    found = decode(runner(half, fused=True), prompts)
+
+    expected = decode(runner(widened, fused=False), prompts)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("without_products")
+def test_bfloat16_with_an_adapter_for_each_request_decodes_through_its_module() -> None:
+    loaded = build("qwen3", torch.bfloat16)
+    layers = AdapterLayers(loaded)
+
+    made = ModelRunner(loaded, max_seq_len=64, adapters=layers)
+
+    assert made._fused is None
+    assert not made.packs
+
+
+@pytest.mark.parametrize("name", ["avx512_bf16", "amx_bf16", "bf16"])
+def test_a_processor_with_products_in_bfloat16_takes_them(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, name: True})
+
+    assert not runner(build("qwen3", torch.bfloat16), fused=False).packs
+    runner(build("qwen3"), fused=True)
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 3])

@@ -18,6 +18,7 @@ from hearth.kernels.training import (
     rms_norm,
     rope,
     score,
+    score_frozen,
     silu_mul,
     tree_attention,
 )
@@ -149,6 +150,33 @@ def test_adapted_layers_have_the_plain_values_and_gradients(
         lambda x, *parts: plain_linears(x, split_layers(parts, scale)),
         [random(37, 48), *flat],
     )
+
+
+def test_bfloat16_weights_are_computed_with_in_float32(threads: SetThreads) -> None:
+    # The first has more values than are float32 at one time.
+    weights = [random(size, 2048, seed=size, scale=0.1).bfloat16() for size in (2100, 5)]
+    exact, targets = [weight.double() for weight in weights], torch.arange(37)
+
+    def adapt(own: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Linear]:
+        pairs = zip(own, parts[::2], parts[1::2], strict=True)
+        return [Linear(weight, None, down, up, 2.0) for weight, down, up in pairs]
+
+    def compute(x: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        return *linears(x, *adapt(weights, parts)), score_frozen(x, weights[0], targets, 0.7)
+
+    def compute_plainly(x: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        outputs = plain_linears(x, adapt(exact, parts))
+        return *outputs, plain_score(x @ exact[0].T, targets, 0.7)
+
+    inputs = [random(37, 2048, scale=0.1)]
+    for weight in weights:
+        inputs += [random(3, 2048, seed=1, scale=0.1), random(len(weight), 3, seed=2)]
+
+    assert_same(compute, compute_plainly, inputs)
+    before = run(compute, inputs)
+    threads(2)
+    for found, expected in zip(run(compute, inputs), before, strict=True):
+        assert_equal(found, expected)
 
 
 def test_layers_give_gradients_to_those_that_want_them() -> None:

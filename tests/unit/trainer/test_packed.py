@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,63 @@ def test_a_model_that_is_no_plain_decoder_takes_padded_rows(
 
     assert scorer.kinds(data) == {PaddedBatch}
     assert_same(scorer.train(data), padded.train(data))
+
+
+@pytest.fixture
+def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without products in bfloat16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+
+
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [("qwen2", LORA), ("qwen3, tied", LORA), ("qwen3", LoraOptions(rank=2, train_unembed=True))],
+)
+@pytest.mark.parametrize("logit_budget", [1, 2**26])
+def test_bfloat16_weights_are_computed_with_in_float32(
+    read: Any, data: Data, kind: str, lora: LoraOptions, logit_budget: int
+) -> None:
+    half = read(kind, lora, dtype="bfloat16")
+    module = read(kind, lora, dtype="bfloat16").module.float()
+    options = {"logit_budget": logit_budget}
+    packed, _ = ways_of(half, **options)
+    _, padded = ways_of(replace(half, module=module, dtype=torch.float32), **options)
+
+    assert packed.kinds(data) == {PackedBatch}
+    assert_same(packed.train(data), padded.train(data))
+
+
+@pytest.mark.usefixtures("without_products")
+def test_bfloat16_weights_get_the_gradient_of_float32_ones(read: Any, data: Data) -> None:
+    half, module = read("qwen3", dtype="bfloat16"), read("qwen3", dtype="bfloat16").module.float()
+    packed, _ = ways_of(half)
+    _, padded = ways_of(replace(half, module=module, dtype=torch.float32))
+
+    found, expected = packed.train(data), padded.train(data)
+
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    # Gradients of rows that several tokens take add up in bfloat16.
+    assert_same_gradient(found.gradient, expected.gradient, 2**-6)
+
+
+@pytest.mark.usefixtures("without_products")
+def test_several_targets_per_token_of_bfloat16_take_padded_rows(read: Any, datum: Any) -> None:
+    packed, _ = ways_of(read("qwen3", LORA, dtype="bfloat16"))
+    _, padded = ways_of(read("qwen3", LORA))
+    several = [datum([5, 6, 7], [[6, 8], [7, 9]], weights=[[0.5, 0.5], [1.0, 0.0]])]
+
+    assert packed.kinds(several) == {PaddedBatch}
+    assert_same(packed.train(several), padded.train(several), tolerance=0.1)
+
+
+def test_a_processor_with_products_in_bfloat16_takes_them(
+    read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+
+    assert PackedDecoder.from_model(read("qwen3", dtype="bfloat16")) is None
+    assert PackedDecoder.from_model(read("qwen3")) is not None
 
 
 def test_a_model_of_few_positions_fills_rows_up_all_the_same(tmp_path: Path, datum: Any) -> None:

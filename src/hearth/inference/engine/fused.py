@@ -1,12 +1,12 @@
-"""A decoding step in one call, for plain decoders in float32 on the CPU.
+"""A decoding step in one call, for plain decoders on the CPU, in float32.
 
 The call is a loop in C (``hearth.kernels``) that computes all layers. Each thread has rows of its
 own, so threads wait for each other once per step. The three attention projections are one product,
 and so are the MLP's first two. The weights are copies of the module's, in the order in which the
 loop reads them: ``refresh`` drops them after every change.
 
-A wide model's weights are not copied, and its adapter is not merged: a step reads the module's own
-tensors from memory, once for all rows, and threads share each product.
+A wide model's weights are not copied, bfloat16 ones neither, and its adapter is not merged: a step
+reads the module's own tensors from memory, once for all rows, and threads share each product.
 
 Legend: B rows, V vocabulary, H hidden size, F size of the MLP.
 """
@@ -33,6 +33,7 @@ from hearth.models.decoder import (
     base_weight,
     plain_bias,
     plain_weight,
+    read_cpu_decoder,
     read_decoder,
     read_linear,
 )
@@ -82,7 +83,8 @@ class FusedDecoder:
         self._loops = loops
         self._rotations = decoder.compute_rotations(max(positions, _LEAST_POSITIONS))
         self._layers: list[_LayerWeights] = []
-        self._head: tuple[Tensor, Tensor | None] | None = None
+        self._ends: tuple[Tensor | None, ...] = ()
+        """The embedding, the last norm, the head and its bias."""
         self._is_wide = _is_wide(decoder)
         self._updates: WeakKeyDictionary[Adapter, ctypes.Array[LoraUpdate]] = WeakKeyDictionary()
         self._own_updates: tuple[list[LayerUpdate | None], ctypes.Array[LoraUpdate]] | None = None
@@ -94,8 +96,7 @@ class FusedDecoder:
     def for_model(cls, loaded: LoadedModel, *, positions: int) -> FusedDecoder | None:
         """The fused form of a model for sequences up to ``positions``; None where there is none."""
         loops = kernels()
-        is_plain = loaded.dtype == torch.float32 and torch.device(loaded.device).type == "cpu"
-        decoder = read_decoder(loaded) if loops is not None and is_plain else None
+        decoder = read_cpu_decoder(loaded) if loops is not None else None
         if decoder is None or loops is None:
             return None
         return cls(loaded, decoder, loops, positions=positions)
@@ -141,7 +142,7 @@ class FusedDecoder:
             if adapter is None:
                 continue
             if adapter not in self._updates:
-                linears = _list_linears(self._decoder)
+                linears = self._decoder.list_linears()
                 self._updates[adapter] = _list_updates(
                     [adapter.layers.get(linear.name) for linear in linears]
                 )
@@ -154,36 +155,41 @@ class FusedDecoder:
         assert decoder is not None, "a plain decoder with an adapter is a plain decoder"
         self._decoder = decoder
         linear: Any = decoder.module.get_output_embeddings()
+        vocab, hidden = base_weight(linear).shape
+        embedding = decoder.backbone.embed_tokens.weight
         if self._is_wide:
             self._layers = [_read_layer(layer) for layer in decoder.layers]
             self._own_updates = None
             if self._loaded.lora is not None:
-                updates = [_read_update(linear) for linear in _list_linears(decoder)]
+                updates = [_read_update(linear) for linear in decoder.list_linears()]
                 self._own_updates = (updates, _list_updates(updates))
             head = base_weight(linear)
         else:
             before = self._layers or [None] * len(decoder.layers)
             pairs = zip(decoder.layers, before, strict=True)
             self._layers = [_fuse_layer(layer, old, self._loops) for layer, old in pairs]
-            head = plain_weight(linear)
-        head_bias = plain_bias(linear)
-        old_head = None if self._head is None else self._head[0]
-        self._head = (head if self._is_wide else self._loops.pack([head], old_head), head_bias)
+            old_head = self._ends[2] if self._ends else None
+            head = self._loops.pack([plain_weight(linear).float()], old_head)
+            embedding = embedding.float()
+        norm, head_bias = decoder.backbone.norm.weight.float(), plain_bias(linear)
+        head_bias = None if head_bias is None else head_bias.float()
+        self._ends = (embedding, norm, head, head_bias)
         addresses = (StepLayer * len(self._layers))(*(layer.addresses() for layer in self._layers))
         self._step = StepModel(
             addresses,
-            decoder.backbone.embed_tokens.weight.data_ptr(),
-            decoder.backbone.norm.weight.data_ptr(),
-            self._head[0].data_ptr(),
+            embedding.data_ptr(),
+            norm.data_ptr(),
+            head.data_ptr(),
             None if head_bias is None else head_bias.data_ptr(),
             self._rotations[0].data_ptr(),
             self._rotations[1].data_ptr(),
             len(self._layers),
-            head.shape[1],
+            hidden,
             base_weight(decoder.layers[0].gate_proj).shape[0],
-            head.shape[0],
+            vocab,
             0,
             self._is_wide,
+            head.dtype == torch.bfloat16,
         )
         return self._step
 
@@ -209,17 +215,8 @@ def _is_wide(decoder: Decoder) -> bool:
     return inner * hidden >= _WIDE and not any(size % _MULTIPLE for size in sizes)
 
 
-def _list_linears(decoder: Decoder) -> list[Any]:
-    """The linear layers, layer by layer, then the head."""
-    linears: list[Any] = []
-    for layer in decoder.layers:
-        linears += [layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj]
-        linears += [layer.gate_proj, layer.up_proj, layer.down_proj]
-    return [*linears, decoder.module.get_output_embeddings()]
-
-
 def _list_updates(updates: Sequence[LayerUpdate | None]) -> ctypes.Array[LoraUpdate]:
-    """The updates of ``_list_linears``; their addresses live as long as they do."""
+    """The updates of ``Decoder.list_linears``; their addresses live as long as they do."""
     listed = (LoraUpdate * len(updates))()
     for place, update in enumerate(updates):
         if update is not None:
@@ -240,12 +237,12 @@ def _read_update(module: Any) -> LayerUpdate | None:
 def _read_layer(layer: DecoderLayer) -> _LayerWeights:
     """A wide model's layer: the module's own weights."""
     return _LayerWeights(
-        input_norm=layer.input_norm.weight,
+        input_norm=layer.input_norm.weight.float(),
         qkv=base_weight(layer.q_proj),
         bias=_join_biases(layer),
         norms=_read_norms(layer),
         o=base_weight(layer.o_proj),
-        post_norm=layer.post_norm.weight,
+        post_norm=layer.post_norm.weight.float(),
         gate_up=base_weight(layer.gate_proj),
         down=base_weight(layer.down_proj),
         k=base_weight(layer.k_proj),
@@ -260,15 +257,15 @@ def _fuse_layer(layer: DecoderLayer, old: _LayerWeights | None, loops: Kernels) 
 
     def pack(name: str, *linears: Any) -> Tensor:
         panels = None if old is None else getattr(old, name)
-        return loops.pack([plain_weight(linear) for linear in linears], panels)
+        return loops.pack([plain_weight(linear).float() for linear in linears], panels)
 
     return _LayerWeights(
-        input_norm=layer.input_norm.weight,
+        input_norm=layer.input_norm.weight.float(),
         qkv=pack("qkv", layer.q_proj, layer.k_proj, layer.v_proj),
         bias=_join_biases(layer),
         norms=_read_norms(layer),
         o=pack("o", layer.o_proj),
-        post_norm=layer.post_norm.weight,
+        post_norm=layer.post_norm.weight.float(),
         gate_up=pack("gate_up", layer.gate_proj, layer.up_proj),
         down=pack("down", layer.down_proj),
     )
@@ -278,11 +275,12 @@ def _fuse_layer(layer: DecoderLayer, old: _LayerWeights | None, loops: Kernels) 
 def _join_biases(layer: DecoderLayer) -> Tensor | None:
     """Those of the attention projections, end to end."""
     biases = [plain_bias(linear) for linear in (layer.q_proj, layer.k_proj, layer.v_proj)]
-    return None if None in biases else torch.cat([bias for bias in biases if bias is not None])
+    given = [bias.float() for bias in biases if bias is not None]
+    return torch.cat(given) if len(given) == len(biases) else None
 
 
 def _read_norms(layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
     """The weights of the queries' and keys' norms, in families that have them."""
     if layer.q_norm is None or layer.k_norm is None:
         return None
-    return layer.q_norm.weight, layer.k_norm.weight
+    return layer.q_norm.weight.float(), layer.k_norm.weight.float()

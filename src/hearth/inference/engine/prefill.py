@@ -7,7 +7,6 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +27,12 @@ class PackedPrefill:
     """Prefills prompts of any lengths together; ``for_model`` makes it for plain decoders."""
 
     def __init__(self, loaded: LoadedModel, decoder: PackedDecoder) -> None:
-        self._module: Any = loaded.module
         self._decoder = decoder
         self._chunk_size = max(2 * MIN_ROWS, _MAX_LOGITS // loaded.vocab_size)
 
     @classmethod
     def for_model(cls, loaded: LoadedModel) -> PackedPrefill | None:
-        """The packed prefill of a model; None for another than a plain float32 one on a CPU."""
+        """The packed prefill of a model; None for another than a plain one on a CPU."""
         decoder = PackedDecoder.from_model(loaded)
         return None if decoder is None else cls(loaded, decoder)
 
@@ -75,7 +73,7 @@ class PackedPrefill:
         # The head's rounding depends on the number of rows, while they are few.
         missing = max(0, MIN_ROWS - places.numel())
         chosen = states[torch.nn.functional.pad(places, (0, missing))]
-        return self._module.get_output_embeddings()(chosen)[: places.numel()]
+        return self._decoder.logits(chosen)[: places.numel()]
 
     def _scores(
         self, states: Tensor, sequences: Sequence[Tensor], places: Sequence[Tensor], extras: Extras

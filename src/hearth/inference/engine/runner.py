@@ -292,7 +292,8 @@ class ModelRunner:
                 f"({type(self.loaded.module).__name__}): {error}"
             ) from error
         actual, expected = torch.stack([prefilled.logits, decoded]), plain[-2:]
-        tolerance = (1e-4 if shape.dtype == torch.float32 else 0.1) * (1 + expected.abs().max())
+        is_exact = self.loaded.dtype == torch.float32
+        tolerance = (1e-4 if is_exact else 0.1) * (1 + expected.abs().max())
         if not bool((actual - expected).abs().max() <= tolerance):
             raise ConfigError(
                 f"model must run with the engine's KV cache, got {self.loaded.name!r} "
