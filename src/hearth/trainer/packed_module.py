@@ -30,7 +30,7 @@ PACKED_ATTENTION = "hearth_packed"
 class PackedModule:
     """Runs texts without padding and common prefixes once. ``from_model`` makes it where possible.
 
-    It never makes a dense attention mask, however long the texts are.
+    It never makes an attention mask of all tokens, however many texts there are.
     """
 
     def __init__(self, loaded: LoadedModel, kernel: Kernel) -> None:
