@@ -48,6 +48,13 @@ def pytest_collection_finish():
             logger.propagate = True
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Show why a test failed that then passed."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.write_sep("_", f"first try of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture(autouse=True)
 def leave_logging_as_it_was():
     """A command that runs in the tests' process logs to stderr; the tests after it do not."""

@@ -2,8 +2,9 @@
 
 All of them listen at the platform's address, and the kernel divides the connections. Completions
 go straight to the deployment's worker; what else is asked is passed on to the platform's own
-process, which decides everything. That process says over a channel where deployments answer. When
-the channel is closed, because it has ended, so does this one.
+process, which decides everything. That process says over a channel where deployments answer, and
+each message is answered: this process is alive. When the channel is closed, because the platform's
+has ended, so does this one.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class _Server(HttpServer):
         await self._hear()
         await super().startup(sockets)
         self._reading = asyncio.create_task(self._hear_all())
-        self._channel.say({"ready": True})
+        self._say_alive()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer the requests that wait, then end."""
@@ -215,7 +216,11 @@ class _Server(HttpServer):
         with contextlib.suppress(EOFError):
             while True:
                 await self._hear()
+                self._say_alive()
         self.should_exit = True
+
+    def _say_alive(self) -> None:
+        self._channel.say({"alive": True})
 
     async def _hear(self) -> None:
         heard = await self._channel.hear()

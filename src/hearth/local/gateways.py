@@ -5,7 +5,8 @@
                       ▼
             the platform's own process: control plane, trainers' requests, Tinker's API
 
-A gateway process that dies is started again; clients send what it was answering once more.
+A gateway process that dies is started again, and one that hangs is killed; clients send what it was
+answering once more.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _LEAST_LIFE_S = 1.0
 """Processes are started again so often at most."""
 _END_S = DRAIN_S + 3.0
+_ASK_EVERY_S = 1.0
+_MOST_UNANSWERED = 10
+"""A process that has left so many messages unanswered, one after the other, hangs."""
 
 
 class PlatformRequests:
@@ -194,7 +198,12 @@ class Gateways:
             if self._is_ending:
                 process.terminate()
             self._channels.add(channel)
-            await self._hear_all(channel, answers)
+            if not await self._hear_all(channel, answers):
+                silent_s = _MOST_UNANSWERED * _ASK_EVERY_S
+                logger.warning(
+                    "a gateway process did not answer for %.0f s; it is killed", silent_s
+                )
+                process.kill()
             return await process.wait()
         finally:
             self._channels.discard(channel)
@@ -202,15 +211,26 @@ class Gateways:
             channel.close()
             mark_process_dead(process.pid, str(self._folder))
 
-    async def _hear_all(self, channel: Channel, answers: asyncio.Future[None]) -> None:
-        """Take what a process says until it ends."""
+    async def _hear_all(self, channel: Channel, answers: asyncio.Future[None]) -> bool:
+        """Take what a process says until it ends; False where it hangs instead."""
+        has_started, unanswered = False, 0
         with contextlib.suppress(EOFError):
-            while True:
-                heard = await channel.hear()
+            while unanswered < _MOST_UNANSWERED:
+                try:
+                    async with asyncio.timeout(_ASK_EVERY_S):
+                        heard = await channel.hear()
+                except TimeoutError:
+                    # Counted by messages: this process may have been stopped itself.
+                    self._tell(channel)
+                    unanswered += has_started
+                    continue
+                has_started, unanswered = True, 0
                 if "completed" in heard:
                     self._deployments.note_completion(heard["completed"])
                 elif not answers.done():
                     answers.set_result(None)
+            return False
+        return True
 
     def _tell_all(self) -> None:
         for channel in self._channels:

@@ -82,10 +82,10 @@ def read_number(platform: Served, metric: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def kill_one(platform: Served) -> int:
-    """SIGKILL to one of the gateway processes."""
+def send_one(platform: Served, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a signal to one of the gateway processes."""
     victim = min(gateways(platform))
-    os.kill(victim, signal.SIGKILL)
+    os.kill(victim, number)
     return victim
 
 
@@ -122,7 +122,8 @@ def test_what_no_worker_answers_is_the_platforms_to_explain(platform):
     assert '"path":"/v1/accounts/me/deployments"' in line
 
 
-def test_requests_of_a_gateway_process_that_is_killed_are_sent_once_more(platform):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_of_a_gateway_process_that_dies_or_hangs_are_sent_once_more(platform, number):
     attempts = Attempts(64)
     sampler = DeploymentSampler(platform.url, NAME, "x", concurrency_controller=attempts)
     call = sampler.sample_with_prompt_tokens([5, 6, 7], n=64, max_tokens=100, ignore_eos=True)
@@ -131,7 +132,7 @@ def test_requests_of_a_gateway_process_that_is_killed_are_sent_once_more(platfor
     async def sample() -> list[int]:
         task = asyncio.ensure_future(asyncio.to_thread(lambda: list(call)))
         await asyncio.to_thread(wait_until, lambda: read_number(platform, running) > 0, 60)
-        victims.append(await asyncio.to_thread(kill_one, platform))
+        victims.append(await asyncio.to_thread(send_one, platform, number))
         return [completion.completion_len for completion in await task]
 
     victims: list[int] = []
@@ -154,7 +155,7 @@ def test_weights_are_synced_under_load_while_a_gateway_process_is_killed(
 
     def kill() -> None:
         wait_until(lambda: count_steps(folder) >= 1, 120)
-        victims.append(kill_one(platform))
+        victims.append(send_one(platform))
 
     killer = threading.Thread(target=kill)
     killer.start()

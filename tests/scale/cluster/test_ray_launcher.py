@@ -216,7 +216,7 @@ def test_workers_outlive_their_launcher_and_are_adopted(make_launcher, spec):
 
 
 def test_a_worker_that_nobody_asks_ends_by_itself_and_frees_its_place(make_launcher, spec):
-    first = make_launcher(die_with_parent=False, orphan_timeout_s=1.0)
+    first = make_launcher(die_with_parent=False, orphan_timeout_s=5.0)
     worker, _ = start_worker(first, spec())
     first.release()
 

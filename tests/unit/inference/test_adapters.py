@@ -13,6 +13,7 @@ import torch
 from tests.unit.inference.conftest import AppClient, ask
 from tests.unit.inference.decoders import build
 from tests.unit.tiny import shake
+from tests.waiting import wait_until
 
 from hearth.errors import ClosedError, NotFoundError, RequestError
 from hearth.inference.backend import AdapterSource, SampledSequence, SampleRequest
@@ -172,10 +173,12 @@ class Shelf:
         self._snapshots = {snapshot.identity: snapshot for snapshot in snapshots}
         self.gate = threading.Event()
         self.gate.set()
+        self.begun: list[str] = []
         self.read: list[str] = []
 
     def source(self, identity: str) -> AdapterSource:
         def fetch() -> Snapshot:
+            self.begun.append(identity)
             assert self.gate.wait(30)
             self.read.append(identity)
             if identity not in self._snapshots:
@@ -224,6 +227,7 @@ def test_requests_that_end_before_their_adapter_is_loaded_give_it_back(
     engine = start(max_adapters=1)
     shelf.gate.clear()
     left = [engine.submit(ask(adapter=shelf.source(name))) for name in ("a0", "a0", "a1")]
+    wait_until(lambda: shelf.begun == ["a0"])
 
     for future in left:
         assert future.cancel()
