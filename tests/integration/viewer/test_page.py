@@ -13,6 +13,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 from tests.integration.viewer import made_up
 from tests.integration.viewer.chromium import Page, missing_programs
+from tests.waiting import wait_until
 
 MINUS = "\u2212"
 BYTES = "\u2039d9\u203a"
@@ -103,8 +104,8 @@ def test_each_view_shows_its_data_at_every_width_in_both_themes(page: Page, path
                 text if "|" in text else re.escape(text),
             )
         assert page.ask("return document.documentElement.scrollWidth <= innerWidth")
-    if path == "/run/nowhere/curves":
-        assert any("404" in problem for problem in page.problems())
+        if path == "/run/nowhere/curves":
+            wait_until(lambda: any("404" in problem for problem in page.problems()))
 
 
 def test_a_filtered_table_is_restored_from_its_url(page: Page) -> None:
