@@ -259,12 +259,13 @@ class Bench:
         with self._engine(rows) as engine:
             for seed in range(2):
                 self._sample(engine, self._prompts(rows, seed), setting.new)
-            begun: list[float] = []
-            listener = TokenListener(lambda _: begun.append(time.perf_counter()), lambda _: None)
+            times: list[float] = []
+            # A token is there once the device has sent it; a prefill may only have been asked for.
+            listener = TokenListener(lambda _: None, lambda _: times.append(time.perf_counter()))
             start_s = clock(self.device)
             self._sample(engine, self._prompts(rows, 2), setting.new, listener)
             total_s = clock(self.device) - start_s
-        prefill_s = begun[0] - start_s
+        prefill_s = times[0] - start_s
         step_s = (total_s - prefill_s) / (setting.new - 1)
         bound_s = setting.bytes_of_a_step(rows) / self.machine.bytes_per_s
         return {

@@ -3,8 +3,8 @@
 All of them listen at the platform's address, and the kernel divides the connections. Completions
 go straight to the deployment's worker; what else is asked is passed on to the platform's own
 process, which decides everything. That process says over a channel where deployments answer, and
-each message is answered: this process is alive. When the channel is closed, because the platform's
-has ended, so does this one.
+each message is answered, which shows that this process is alive. When the channel is closed,
+because the platform's process has ended, so does this one.
 """
 
 from __future__ import annotations
