@@ -122,6 +122,7 @@ def test_a_filtered_table_is_restored_from_its_url(page: Page) -> None:
     )
     page.wait(
         "return document.querySelector('[aria-sort=descending]')?.innerText.includes('Reward')"
+        " && document.querySelector('.table-row')?.innerText.includes('1.000')"
     )
     before = page.texts(".table-row")
     page.open(page.path)
