@@ -308,6 +308,8 @@ class Deployments(Resources[Deployment]):
         lora_rank = values.read_count("lora_rank")
         if engine == "vllm" and lora_rank is not None:
             engine_options.setdefault("lora_rank", lora_rank)
+            if values.read_flag("train_mlp"):
+                engine_options.setdefault("train_mlp", True)
         return DeploymentSpec(
             worker_id=f"{self.prefix}{id}",
             name=full_name(self.collection, id),

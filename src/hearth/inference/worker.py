@@ -133,6 +133,7 @@ def _start_embedded(options: DeploymentOptions) -> InferenceEngine:
 def _start_vllm(options: DeploymentOptions, sidecars: Sidecars) -> VllmBackend:
     vllm_options, trust = read_options(options.engine_options), options.trust_remote_code
     facts = read_facts(options.source, name=options.base_model, trust_remote_code=trust)
+    facts.check_options(vllm_options)
     tokenizer = options.load_tokenizer()
     folder = _make_vllm_folder(options.state_dir)
     plan = ServerPlan(

@@ -208,11 +208,10 @@ def deployment_config(
         )
     if deployment.replicas is not None and deployment.replicas < 1:
         raise ConfigError(f"deployment.replicas must be >= 1, got {deployment.replicas}")
-    own_values = {
-        "engine": deployment.engine,
-        "engine_options": deployment.engine_options,
-        "lora_rank": 0 if spec.merges_adapter else spec.lora_rank,
-    }
+    own_values = {"engine": deployment.engine, "engine_options": deployment.engine_options}
+    if spec.lora_rank and not spec.merges_adapter:
+        train_mlp = spec.lora_options.get("train_mlp")
+        own_values |= {"lora_rank": spec.lora_rank, "train_mlp": train_mlp}
     return DeploymentConfig(
         deployment_id=spec.deployment_id,
         base_model=spec.base_model,

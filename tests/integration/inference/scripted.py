@@ -23,6 +23,7 @@ FACTS = VllmModelFacts(
     eos_token_ids=(49,),
     vocab_size=50,
     max_position=512,
+    has_experts=False,
 )
 
 

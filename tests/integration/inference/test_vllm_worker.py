@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.integration.inference.scripted import install, python_with
 from tests.integration.launch.conftest import RecordingWatcher, start_worker
+from tests.unit.architectures import make_config
 from tests.unit.tiny import write_qwen
 from tests.waiting import wait_until
 
@@ -97,14 +98,19 @@ def test_a_start_that_fails_tells_what_to_do(launcher, servers, spec):
         ({"replicas": 2}, "replicas must be 1 with engine 'embedded', got 2"),
         ({"engine_options": {"drain": "abort"}}, "engine_options must be absent with engine"),
         ({"engine": "vllm", "engine_options": {"x": 1}}, "engine_options must be among"),
+        (
+            {"engine": "vllm", "engine_options": {"lora_rank": 4, "train_mlp": True}},
+            "lora_targets must leave out 'mlp' for a mixture of experts",
+        ),
     ],
 )
 def test_what_an_engine_cannot_be_is_refused(tmp_path, fields, message):
+    make_config("qwen3_moe").save_pretrained(tmp_path / "mixture")
     given: dict[str, Any] = {
         "buckets": str(tmp_path),
         "name": "d",
         "base_model": "tiny",
-        "source": "/nowhere",
+        "source": str(tmp_path / "mixture"),
         "bucket": "b",
         "state_dir": None,
         "tokenizer": None,

@@ -263,7 +263,12 @@ async def test_other_replica_counts_than_zero_and_one_are_refused(
     assert worker.stops == 0
 
 
-ON_VLLM = {"engine": "vllm", "engine_options": {"drain": "abort"}, "lora_rank": 4}
+ON_VLLM = {
+    "engine": "vllm",
+    "engine_options": {"drain": "abort"},
+    "lora_rank": 4,
+    "train_mlp": True,
+}
 
 
 async def test_on_vllm_it_may_have_several_replicas_and_is_started_again_for_others(
@@ -273,7 +278,7 @@ async def test_on_vllm_it_may_have_several_replicas_and_is_started_again_for_oth
     first = script.last("d")
     first.starts()
     assert (first.spec.engine, first.spec.replicas) == ("vllm", 2)
-    assert first.spec.engine_options == {"drain": "abort", "lora_rank": 4}
+    assert first.spec.engine_options == {"drain": "abort", "lora_rank": 4, "train_mlp": True}
 
     _, content = await ask("PATCH", f"{DEPLOYMENTS}/d", {"maxReplicaCount": 64})
     assert content["state"] == "UPDATING"

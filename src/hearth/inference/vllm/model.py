@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from hearth.errors import ConfigError, EngineError
+from hearth.inference.vllm.options import VllmOptions
+from hearth.models.experts import find_experts
 from hearth.models.loading import UNBOUNDED_POSITIONS, base_tensors, loading_lock
 from hearth.sync.store import Snapshot
 
@@ -24,6 +26,22 @@ class VllmModelFacts:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     max_position: int
+    has_experts: bool
+    """Whether it is a mixture of experts."""
+
+    def check_options(self, options: VllmOptions) -> None:
+        """Refuse adapters that vLLM will not be able to serve, before a server is started.
+
+        Raises:
+            ConfigError: they will change a mixture's experts.
+        """
+        if self.has_experts and options.train_mlp:
+            raise ConfigError(
+                "lora_targets must leave out 'mlp' for a mixture of experts with engine 'vllm', "
+                "which serves no adapter of experts: choose ['attn'], engine 'embedded', or "
+                "first_checkpoint_type 'merged_base', which sends the whole model in each weight "
+                "sync"
+            )
 
     def check(self, snapshot: Snapshot) -> None:
         """Refuse a snapshot that is not of this model.
@@ -86,6 +104,7 @@ def read_facts(source: str, *, name: str, trust_remote_code: bool = False) -> Vl
         eos_token_ids=_eos_token_ids(source, text.eos_token_id),
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         max_position=int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS),
+        has_experts=bool(find_experts(module)),
     )
 
 

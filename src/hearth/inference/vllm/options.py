@@ -26,6 +26,8 @@ class VllmOptions:
     """Time limit for a server's start, loading included."""
     lora_rank: int | None = None
     """Highest rank of served adapters, up to 512; None serves no adapters."""
+    train_mlp: bool | None = None
+    """Whether adapters will change MLPs, as ``LoraConfig.train_mlp`` says; None: nobody knows."""
     kv_cache_mb: int | None = None
     """Budget of the KV cache in MiB. None: 1024 on a CPU, what ``gpu_memory_utilization`` leaves
     on a GPU."""

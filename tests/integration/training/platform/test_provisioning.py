@@ -284,18 +284,24 @@ def test_a_trainers_own_settings_are_asked_for_where_they_are_given():
     assert "device" not in values
 
 
-def test_a_deployment_says_its_engine_replicas_and_the_rank_of_its_adapters():
+def test_a_deployment_says_its_engine_replicas_and_what_adapters_it_will_serve():
     asked = DeployConfig(
         tokenizer_model=BASE, engine="vllm", replicas=2, engine_options={"drain": "abort"}
     )
-    config = deployment_config(InfraSpec(base_model=BASE, deployment=asked, lora_rank=4))
+    spec = InfraSpec(
+        base_model=BASE, deployment=asked, lora_rank=4, lora_options={"train_mlp": True}
+    )
+    config = deployment_config(spec)
 
     assert config.max_replica_count == 2
     assert config.extra_values == {
         "engine": "vllm",
         "engine_options": {"drain": "abort"},
         "lora_rank": 4,
+        "train_mlp": True,
     }
+    merged = deployment_config(replace(spec, merges_adapter=True)).extra_values
+    assert merged == {"engine": "vllm", "engine_options": {"drain": "abort"}}
     plain = InfraSpec(base_model=BASE, deployment=DeployConfig(tokenizer_model=BASE))
     assert deployment_config(plain).extra_values is None
 
