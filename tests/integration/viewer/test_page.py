@@ -148,7 +148,7 @@ def test_samples_are_ordered_by_a_number_that_has_no_column_of_its_own(page: Pag
 def test_a_regular_expression_that_is_none_is_explained(page: Page) -> None:
     page.open("/run/plain/samples?regex=sum%20of%20%28")
     page.wait("return document.querySelector('[role=alert]')?.innerText")
-    assert any("400" in problem for problem in page.problems())
+    wait_until(lambda: any("400" in problem for problem in page.problems()))
     page.open("/run/plain/samples?regex=is%20%5Cd%2B%5C.%24&in=text")
     page.wait("return document.querySelector('.table-row mark')?.innerText.startsWith('is ')")
 
@@ -234,7 +234,7 @@ def test_behind_the_last_group_the_page_says_so_and_leads_back(page: Page) -> No
     page.wait_for("[role=alert]", "train.24")
     page.press("b")
     page.wait_for_text("The sum of 23 and 12 is 35.")
-    assert any("404" in problem for problem in page.problems())
+    wait_until(lambda: any("404" in problem for problem in page.problems()))
 
 
 def test_the_token_view_is_exact(page: Page) -> None:
