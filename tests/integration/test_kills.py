@@ -69,7 +69,7 @@ def test_workers_that_are_killed_come_back_and_the_run_ends_as_if_nothing_was(
 
     with (
         kill_in(victims, PHASES[phase], folder, lambda: victims.pid("trainer")) as first,
-        kill_in(victims, PHASES[phase], folder, lambda: victims.pid("deployment"), steps=5) as last,
+        kill_in(victims, PHASES[phase], folder, lambda: victims.pid("deployment"), steps=3) as last,
     ):
         done = run_here(served, folder)
 
