@@ -22,6 +22,12 @@ from hearth.launch.ray.cluster import connect
 
 STORE_BYTES = 80 * 2**20
 PATIENCE_S = 60.0
+LOST_SOON = {
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 5,
+}
+"""With these Ray notices a lost node some 25 s sooner than with its own."""
 
 
 class Nodes:
@@ -37,6 +43,7 @@ class Nodes:
             "num_cpus": 0,
             "object_store_memory": STORE_BYTES,
             "include_dashboard": False,
+            "_system_config": LOST_SOON,
         }
         if self.network is not None:
             head["node_ip_address"] = self.network.address
