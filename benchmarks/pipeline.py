@@ -8,6 +8,9 @@ checkpoints: Python, of which one thread runs at a time. A step has 128 rows, so
 costs (an optimizer step, a weight sync, a dozen requests) counts little beside what each sample
 costs.
 
+With ``--placement served`` the platform is `hearth serve`, and the gateway is another process's
+work; ``--rollouts ray`` then runs the rollout function in a process of Ray.
+
 Each number of rows is a process of its own. Nothing may grow with it: neither the time of a sample
 nor, beyond what is kept of the last ones, memory.
 
@@ -17,6 +20,7 @@ nor, beyond what is kept of the last ones, memory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import statistics
@@ -25,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +38,11 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import orjson
 import torch
+from tests.integration.served import Served
 from workload import make_model, make_rows, processor
 
 from training.recipes.async_rl_loop import Config, main
@@ -49,8 +56,10 @@ WARM_UP = 2
 """Steps left out at the start."""
 SAMPLE_S = 0.1
 """Between two looks at memory and threads."""
+ROLLOUTS = "hearth-rollouts"
+"""The thread that asks for samples and judges them."""
 PARTS = {
-    "recipe": ("MainThread", "hearth-rollouts"),
+    "recipe": ("MainThread", ROLLOUTS),
     "SDK": ("hearth-sdk", "asyncio"),
     "trainer": ("trainer",),
     "deployment": ("hearth-inference", "hearth-snapshots"),
@@ -75,13 +84,11 @@ class Result:
 
 
 class Watch:
-    """Looks at memory and threads now and then, on a thread of its own."""
+    """Looks at memory and threads now and then, on a thread of its own, once rollouts begin."""
 
     def __init__(self) -> None:
         self.rss: list[float] = []
-        """MiB since the first rollout."""
-        self.begun = threading.Event()
-        """Set by the first rollout."""
+        """MiB since rollouts began."""
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self._is_over = threading.Event()
@@ -94,7 +101,9 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        self.begun.wait()
+        while not any(thread.name == ROLLOUTS for thread in threading.enumerate()):
+            if self._is_over.wait(SAMPLE_S):
+                return
         self.first = cpu_seconds()
         while not self._is_over.wait(SAMPLE_S):
             self.rss.append(rss_mib())
@@ -128,14 +137,12 @@ def thread_seconds(native_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def canned_rollouts(watch: Watch, prompt_tokens: int, new_tokens: int) -> Any:
+def canned_rollouts(prompt_tokens: int, new_tokens: int) -> Any:
     """A factory of rollout functions that answer at once."""
     prompt = [4 + place % 40 for place in range(prompt_tokens)]
     answers = [[4 + (first + place) % 40 for place in range(new_tokens)] for first in range(40)]
 
     def make_rollout_fn(setup: RolloutSetup) -> RolloutFn:
-        watch.begun.set()
-
         async def rollout_fn(
             row: Mapping[str, Any], row_index: int, rollout_idx: int
         ) -> RolloutSample:
@@ -153,10 +160,26 @@ def canned_rollouts(watch: Watch, prompt_tokens: int, new_tokens: int) -> Any:
     return make_rollout_fn
 
 
+@contextlib.contextmanager
+def platform(placement: str, folder: Path) -> Iterator[None]:
+    """A platform in processes of its own inside the ``with``, where it is to be ``served``."""
+    if placement != "served":
+        yield
+        return
+    served = Served(
+        folder / "platform", allow_folders=True, trainer_threads=1, deployment_threads=1
+    )
+    os.environ |= {"HEARTH_URL": served.url, "HEARTH_API_KEY": "x"}
+    try:
+        yield
+    finally:
+        served.stop()
+
+
 def measure(asked: argparse.Namespace, rows: int) -> Result:
     """One run in this process."""
     watch = Watch()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, platform(asked.placement, Path(folder)):
         model = make_model(Path(folder) / "model", "nano", fixed_length=True)
         config = Config(
             log_path=str(Path(folder) / "run"),
@@ -171,11 +194,13 @@ def measure(asked: argparse.Namespace, rows: int) -> Result:
             kl_beta=0.0,
             no_signal_patience=None,
             deployment=DeployConfig(tokenizer_model=str(model)),
-            placement=asked.placement,
+            placement="inline" if asked.placement == "served" else asked.placement,
+            rollout_workers=asked.rollouts,
+            rollout_worker_count=1,
         )
         main(
             config,
-            rollout_fn_factory=canned_rollouts(watch, asked.prompt_tokens, asked.new_tokens),
+            rollout_fn_factory=canned_rollouts(asked.prompt_tokens, asked.new_tokens),
             rows=make_rows(rows),
         )
         watch.end()
@@ -219,6 +244,8 @@ def run(asked: argparse.Namespace, rows: int) -> Result:
         str(asked.threads),
         "--placement",
         asked.placement,
+        "--rollouts",
+        asked.rollouts,
         "--prompt-tokens",
         str(asked.prompt_tokens),
         "--new-tokens",
@@ -256,7 +283,8 @@ def command() -> None:
     parser.add_argument("--prompts", type=int, default=128, help="rows per step")
     parser.add_argument("--late", type=int, default=1, help="max_head_offpolicy_versions")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--placement", choices=["inline", "process"], default="inline")
+    parser.add_argument("--placement", choices=["inline", "process", "served"], default="inline")
+    parser.add_argument("--rollouts", choices=["loop", "ray"], default="loop")
     parser.add_argument("--prompt-tokens", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=4, help="tokens of a completion")
     parser.add_argument("--json", action="store_true", help="one JSON object a run, nothing else")
