@@ -274,7 +274,7 @@ class Deployment(WorkerResource):
     """Ours: how many LoRA adapters that requests name are in memory; absent or 0 refuses them."""
     extra_values: dict[str, Any] | None = None
     """Ours: ``dtype``, ``device``, ``max_batch_size``, ``max_context_length``, ``tokenizer``,
-    ``engine``, ``engine_options``, ``lora_rank``, ``threads``."""
+    ``engine``, ``engine_options``, ``lora_rank``, ``train_mlp``, ``threads``."""
 
 
 class DeploymentPatch(Resource):

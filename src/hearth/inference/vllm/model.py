@@ -38,9 +38,9 @@ class VllmModelFacts:
         if self.has_experts and options.train_mlp:
             raise ConfigError(
                 "lora_targets must leave out 'mlp' for a mixture of experts with engine 'vllm', "
-                "which serves no adapter of experts: choose ['attn'], engine 'embedded', or "
-                "first_checkpoint_type 'merged_base', which sends the whole model in each weight "
-                "sync"
+                "which serves no adapter of experts, got train_mlp=True: choose ['attn'], engine "
+                "'embedded', or first_checkpoint_type 'merged_base', which sends the whole model "
+                "in each weight sync"
             )
 
     def check(self, snapshot: Snapshot) -> None:
